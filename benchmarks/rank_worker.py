@@ -1,0 +1,163 @@
+"""One rank of the check that loss, gradient and update do not depend on ranks, micro-batches or backend.
+
+Started by `benchmarks/loss.py` and the tests under torchrun or accelerate; `run` is also called in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from sapo.batch import Minibatch, plan_step
+from sapo.distributed import Distributed, Updater, setup
+from sapo.loss import policy_loss
+from sapo.policy import Policy
+from sapo.types import Batch, Question, Trajectory
+
+VOCABULARY, QUESTIONS, GROUP_SIZE = 61, 5, 2  # five questions: two ranks hold different numbers of responses
+# Of both signs, but their sum is far from 0: the relative error of a loss that cancels would measure nothing.
+ADVANTAGES = (1.1, -0.4, 0.7, -0.6, 0.0, 1.9, -0.2, 1.6, 1.4, 0.5)
+OFFSETS = (0.3, -0.05, 0.05, -0.3, 1.2)  # old - new log-ratio: no token within 1e-4 of a gate or clip edge
+
+
+def tiny_model(dtype: torch.dtype) -> PreTrainedModel:
+    """Qwen2 in float32. In float64 GPT-2, because Qwen2 computes its norms in float32 whatever its dtype."""
+    torch.manual_seed(0)
+    if dtype == torch.float64:
+        return GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=VOCABULARY, n_positions=64, n_embd=16, n_layer=2, n_head=2,
+                attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
+            )
+        ).to(dtype)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True,
+        )
+    )
+
+
+def trajectories(policy: Policy) -> list[Trajectory]:
+    """Ragged trajectories with masked observations; `sampling_logprobs` serve as old_logprobs."""
+    rng, made = random.Random(0), []
+    for index in range(QUESTIONS * GROUP_SIZE):
+        prompt, response = rng.randint(2, 6), rng.randint(3, 30)
+        ids = [rng.randrange(VOCABULARY) for _ in range(prompt + response)]
+        mask = [int(rng.random() < 0.7 or t == 0) for t in range(response)]
+        with torch.no_grad():
+            logprobs = policy(torch.tensor([ids]), torch.tensor([[0] * prompt + mask]))[0][0, prompt:].tolist()
+        made.append(
+            Trajectory(
+                question=Question(f"q{index // GROUP_SIZE}", "", ()), sample=index % GROUP_SIZE, prompt_ids=ids[:prompt],
+                response_ids=ids[prompt:], loss_mask=mask, turns=(), answer=None,
+                sampling_logprobs=[lp + OFFSETS[(index + t) % len(OFFSETS)] for t, lp in enumerate(logprobs)],
+            )
+        )
+    return made
+
+
+def plan(dist: Distributed, policy: Policy, rows: int, minibatch_responses: int) -> list[Minibatch]:
+    """This rank's part of the step: question q lives on rank q mod world size."""
+    mine = [
+        (trajectory, advantage)
+        for index, (trajectory, advantage) in enumerate(zip(trajectories(policy), ADVANTAGES))
+        if index // GROUP_SIZE % dist.world_size == dist.rank
+    ]
+    return plan_step(
+        [trajectory for trajectory, _ in mine],
+        [advantage for _, advantage in mine],
+        [f"q{index}" for index in range(QUESTIONS)],
+        group_size=GROUP_SIZE,
+        minibatch_responses=minibatch_responses,
+        micro_batch_tokens=10_000,
+        micro_batch_responses=rows,
+        gather_ranks=dist.gather_ranks,
+        device=dist.device,
+    )
+
+
+def run(dist: Distributed, *, rows: int, max_grad_norm: float = 0.0) -> dict[str, Any]:
+    """Make one update on the whole step, then three on its minibatches, one of them with a NaN on the last rank.
+
+    rows: responses per micro-batch. Returns loss, gradient (as the optimiser sees it) and norm of the first update, and
+    the weights after all.
+    """
+    policy = Policy(tiny_model(dist.weights_dtype), head_chunk_tokens=16)
+    whole, halves = plan(dist, policy, rows, 10), plan(dist, policy, rows, 5)
+    # a large eps: with the usual one a gradient of rounding noise moves a weight by the learning rate
+    updater = Updater(dist, policy, eps=1e-3, max_grad_norm=max_grad_norm)
+    gradient: dict[str, torch.Tensor] = {}
+    losses: list[torch.Tensor] = []
+
+    def record(*_: Any) -> None:
+        for name, parameter in updater.policy.named_parameters():
+            gradient.setdefault(name, full_gradient(dist, parameter))
+
+    if dist.zero_stage:
+        step = updater.model.step
+        updater.model.step = lambda: (record(), step())
+    else:
+        updater.optimizer.register_step_pre_hook(record)
+
+    def share(model: torch.nn.Module, item: tuple[Minibatch, Batch]) -> torch.Tensor:
+        minibatch, batch = item
+        logprobs, entropy = model(batch.input_ids, batch.loss_mask, 0.9, True)
+        loss = policy_loss(
+            logprobs, batch.sampling_logprobs, batch.advantages, batch.loss_mask, minibatch.counts,
+            ref_logprobs=batch.sampling_logprobs, ref_kl_coef=0.1, entropy=entropy, entropy_coef=0.01,
+        ).loss
+        losses.append(loss.detach())
+        return loss
+
+    def update(minibatch: Minibatch, poison: bool = False) -> float:
+        batches = minibatch.micro_batches
+        if poison and dist.rank == dist.world_size - 1:
+            batches = [replace(batches[0], advantages=batches[0].advantages * float("nan"))] + batches[1:]
+        return updater.update([(minibatch, batch) for batch in batches], share, lr=1e-3)
+
+    norms = [update(whole[0])]
+    loss = dist.reduce({"loss": float(sum(losses))})["loss"]
+    norms += [update(halves[0]), update(halves[1], poison=True), update(halves[1])]
+    with updater.generation():
+        weights = {name: tensor.clone() for name, tensor in updater.policy.state_dict().items()}
+    return {
+        "loss": loss, "gradient": gradient, "norms": norms, "weights": weights, "skipped": updater.skipped,
+        "counts": [minibatch.counts for minibatch in whole + halves],
+        "sizes": [len(minibatch.micro_batches) for minibatch in whole + halves],
+        "ranks": dist.gather_objects((dist.rank, updater.skipped)),
+        "reduced": dist.reduce({"sum": dist.rank + 1}, {"max": dist.rank}, {"min": dist.rank}),
+    }
+
+
+def full_gradient(dist: Distributed, parameter: torch.nn.Parameter) -> torch.Tensor:
+    if dist.zero_stage:
+        from deepspeed.utils import safe_get_full_grad
+
+        return safe_get_full_grad(parameter).clone()
+    return parameter.grad.clone()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path, help="file for the results of rank 0")
+    parser.add_argument("--zero-stage", type=int, default=0)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--rows", type=int, nargs="+", default=[8], help="responses per micro-batch")
+    parser.add_argument("--max-grad-norm", type=float, default=0.0)
+    args = parser.parse_args()
+    dist = setup(zero_stage=args.zero_stage, dtype=args.dtype, max_grad_norm=args.max_grad_norm)
+    results = [run(dist, rows=rows, max_grad_norm=args.max_grad_norm) for rows in args.rows]
+    if dist.is_main:
+        torch.save(results, args.out)
+    dist.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""Evaluate a run, or any model, on held-out questions.
+
+    python evaluate.py --run runs/quickstart                       the world's or the config's held-out questions
+    python evaluate.py --run runs/quickstart --data my.jsonl       rows of {id, question, golden_answers}
+    python evaluate.py --config configs/qwen7b.yaml --model PATH   a model that was not trained here
+
+Greedy by default. Writes <run>/eval/<name>.json (scores, decoding, template, corpus, commit) and
+<name>.predictions.jsonl, prints a table, and with --json one JSON object as the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+
+from retriever.service import NullRetriever
+from retriever.types import Retriever
+from sapo.assemble import (
+    connect_retriever,
+    load_sources,
+    print_user_error,
+    rollout_budget,
+    rollout_sampling,
+    source_commit,
+)
+from sapo.checkpoint import checkpoint_step, list_checkpoints
+from sapo.config import Config, load_config
+from sapo.data import load_questions
+from sapo.distributed import Distributed, setup
+from sapo.engine.hf import HFEngine
+from sapo.engine.sampling import GREEDY, Sampling
+from sapo.evaluation import evaluate_questions, write_evaluation
+from sapo.policy import load_policy
+from sapo.protocol import PROTOCOLS
+from sapo.report import write_report
+from sapo.types import Question
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One evaluation: which model answers which way. `name` is that of its files, `label` that of its table row."""
+
+    label: str
+    name: str
+    model: Path | str
+    step: int | None
+    decoding: str = "greedy"
+    retrieval: bool = True
+
+
+class Evaluator:
+    """Runs jobs on one set of questions and keeps their results; a result on disk with the same conditions is reused."""
+
+    def __init__(
+        self,
+        config: Config,
+        dist: Distributed,
+        questions: list[Question],
+        retriever: Retriever,
+        folder: Path,
+        fresh: bool,
+    ) -> None:
+        self.config = config
+        self.dist = dist
+        self.questions = questions
+        self.retriever = retriever
+        self.folder = folder
+        self.fresh = fresh
+
+    def conditions(self, job: Job, sampling: Sampling) -> dict[str, Any]:
+        """Return everything that decides a result but the weights."""
+        config = self.config
+        return {
+            "step": job.step,
+            "model": str(job.model),
+            "decoding": dataclasses.asdict(sampling) | {"seed": config.seed},
+            "n": len(self.questions),
+            "template": config.protocol.template,
+            "think_aware": config.protocol.think_aware,
+            "budget": dataclasses.asdict(rollout_budget(config)),
+            "top_k": config.retriever.top_k,
+            "corpus": dataclasses.asdict(self.retriever.info()) if job.retrieval else None,
+            "sources": sorted({question.source for question in self.questions}),
+        }
+
+    def run(self, job: Job) -> dict[str, Any]:
+        """Return the result of one job, from disk or computed."""
+        sampling = GREEDY if job.decoding == "greedy" else rollout_sampling(self.config)
+        conditions = self.conditions(job, sampling)
+        saved = self.folder / f"{job.name}.json"
+        if not self.fresh and saved.is_file():
+            result = json.loads(saved.read_text(encoding="utf-8"))
+            if all(result.get(key) == value for key, value in conditions.items()):
+                return result
+        model, tokenizer = load_policy(
+            job.model, dtype=self.dist.weights_dtype, attn_implementation=self.config.model.attn_implementation
+        )
+        engine = HFEngine(model.to(self.dist.device), tokenizer, prefill_tokens=self.config.rollout.prefill_tokens)
+        summary, rows = evaluate_questions(
+            engine,
+            self.retriever if job.retrieval else NullRetriever(),
+            tokenizer,
+            PROTOCOLS[self.config.protocol.template],
+            self.questions,
+            budget=rollout_budget(self.config),
+            sampling=sampling,
+            top_k=self.config.retriever.top_k,
+            seed=self.config.seed,
+            think_aware=self.config.protocol.think_aware,
+            batch_questions=self.config.rollout.questions_per_step * self.config.rollout.group_size,
+            rank=self.dist.rank,
+            world_size=self.dist.world_size,
+            gather=self.dist.gather_objects,
+            progress=lambda done, of: self.say(f"\r{job.label}: {done}/{of} questions", end=""),
+        )
+        self.say("\r\x1b[K", end="")
+        result = conditions | summary | {"commit": source_commit()}
+        if self.dist.is_main:
+            write_evaluation(self.folder, job.name, result, rows)
+        return result
+
+    def say(self, text: str, end: str = "\n") -> None:
+        """Print progress for people, on a terminal of the first rank only."""
+        if self.dist.is_main and sys.stderr.isatty():
+            print(text, end=end, file=sys.stderr, flush=True)
+
+
+def plan_jobs(
+    config: Config, checkpoint: Path | None, start_model: str, fault_free: str | None, prefix: str, only: str | None
+) -> list[Job]:
+    """Return the evaluations of a run: before and after, greedy and sampled, and what they are compared with."""
+    decodings = ("greedy", "sampled") if only is None else (only,)
+    after = start_model if checkpoint is None else checkpoint / "model"
+    step = 0 if checkpoint is None else checkpoint_step(checkpoint)
+    jobs = []
+    for decoding in decodings:
+        jobs.append(Job("before", f"{prefix}step_0_{decoding}", start_model, 0, decoding))
+        if checkpoint is not None:
+            jobs.append(Job(f"after {step} steps", f"{prefix}step_{step}_{decoding}", after, step, decoding))
+        if fault_free:
+            jobs.append(Job("fault-free warm start", f"{prefix}fault_free_{decoding}", fault_free, None, decoding))
+    if config.world is not None and "greedy" in decodings:
+        jobs.append(Job("after, nothing retrieved", f"{prefix}no_retrieval_greedy", after, step, "greedy", False))
+    return jobs
+
+
+def print_table(results: Sequence[tuple[Job, dict[str, Any]]]) -> None:
+    """Print one line an evaluation, and under it the conditions that all share."""
+    hops = sorted({hop for _, result in results for hop in result["by_hops"]})
+    head = ["", "decoding", "EM", *(f"{hop}-hop" for hop in hops), "F1", "cover-EM", "searches", "invalid"]
+    lines = [head]
+    for job, result in results:
+        by_hops = [f"{result['by_hops'][hop]['em']:.3f}" if hop in result["by_hops"] else "" for hop in hops]
+        scores = [f"{result[name]:.3f}" for name in ("f1", "cover_em")]
+        shares = [f"{result['searches']:.2f}", f"{result['invalid_frac']:.3f}"]
+        lines.append([job.label, job.decoding, f"{result['em']:.3f}", *by_hops, *scores, *shares])
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    for line in lines:
+        print("  ".join(cell.ljust(w) if c == 0 else cell.rjust(w) for c, (cell, w) in enumerate(zip(line, widths))))
+    result = results[0][1]
+    corpus = result["corpus"] or {"passages": 0, "corpus_id": "none", "encoder": "none"}
+    print(
+        f"n={result['n']} from {', '.join(result['sources'])}; template {result['template']}, top-{result['top_k']} of "
+        f"{corpus['passages']} passages (corpus {corpus['corpus_id'][:12]}, encoder {corpus['encoder']})"
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    """Evaluate what the command line asks for."""
+    if options.run:
+        saved = Path(options.run) / "config.yaml"
+        if not saved.is_file():
+            raise ValueError(f"{options.run} is not a run folder: it has no config.yaml; train first, or correct --run")
+        config = load_config(saved, options.overrides)
+        folder = Path(options.run)
+        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        start_model, fault_free = record["start_model"], record.get("fault_free_model")
+        checkpoint = choose_checkpoint(folder, options.checkpoint)
+    else:
+        config = load_config(options.config, options.overrides)
+        folder, checkpoint, start_model, fault_free = Path(options.out), None, options.model, None
+    dist = setup(zero_stage=0, dtype=config.model.dtype, seed=config.seed)
+    if config.model.threads is not None:
+        torch.set_num_threads(config.model.threads)
+    sources = load_sources(config, write=dist.is_main)
+    questions = load_questions([options.data]) if options.data else sources.heldout
+    prefix = f"{Path(options.data).stem}_" if options.data else ""
+    questions = questions[: options.questions or (None if options.data else config.eval.questions)]
+    if not questions:
+        raise ValueError("there are no held-out questions: give --data FILE, or set data.eval in the config")
+    if dist.is_main:
+        connect_retriever(config, sources)
+    dist.barrier()
+    evaluator = Evaluator(
+        config, dist, questions, connect_retriever(config, sources), folder / "eval", options.fresh
+    )
+    jobs = plan_jobs(config, checkpoint, start_model, fault_free, prefix, options.decoding)
+    if options.data or not options.run:
+        jobs = [job for job in jobs if job.retrieval and "fault-free" not in job.label]
+        jobs = [dataclasses.replace(job, label="model") for job in jobs] if checkpoint is None else jobs
+    results = [(job, evaluator.run(job)) for job in jobs]
+    if dist.is_main:
+        print_table(results)
+        if options.run:
+            print(f"report: {write_report(folder)}")
+        if options.json:
+            rows = [{"label": job.label, "decoding_name": job.decoding, **result} for job, result in results]
+            print(json.dumps({"folder": str(folder / "eval"), "results": rows}))
+        else:
+            greedy = [result for job, result in results if job.decoding == "greedy" and job.retrieval]
+            ends = [result for result in greedy if result["step"] is not None]
+            if checkpoint is not None and len(ends) >= 2:
+                before, after = ends[0], ends[1]
+                print(f"held-out EM: before {before['em']:.3f} after {after['em']:.3f} (greedy, n={after['n']})")
+    dist.end()
+
+
+def choose_checkpoint(folder: Path, step: int | None) -> Path | None:
+    """Return the newest checkpoint of a run, or the one of `step`; None for step 0, the starting model."""
+    checkpoints = list_checkpoints(folder)
+    if step == 0:
+        return None
+    if not checkpoints:
+        raise ValueError(f"{folder} has no checkpoint yet: train on with --resume, or evaluate its start: --checkpoint 0")
+    if step is None:
+        return checkpoints[-1]
+    for checkpoint in checkpoints:
+        if checkpoint_step(checkpoint) == step:
+            return checkpoint
+    kept = ", ".join(str(checkpoint_step(checkpoint)) for checkpoint in checkpoints)
+    raise ValueError(f"{folder} has no checkpoint of step {step}; it has {kept} (checkpoint.keep decides)")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--run", help="a run folder; its config, starting model and newest checkpoint are used")
+    parser.add_argument("--checkpoint", type=int, help="step of the run's checkpoint; 0 is the starting model")
+    parser.add_argument("--config", help="without --run: the config to take template, budgets and retriever from")
+    parser.add_argument("--model", help="with --config: Hugging Face folder or hub id")
+    parser.add_argument("--out", help="with --config: folder for the results")
+    parser.add_argument("--data", help="JSONL of {id, question, golden_answers} in place of the held-out questions")
+    parser.add_argument("--questions", type=int, help="the first so many questions only")
+    parser.add_argument("--decoding", choices=("greedy", "sampled"), help="one of the two; default: both")
+    parser.add_argument("--fresh", action="store_true", help="compute again what is on disk already")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that differ from the config")
+    options = parser.parse_intermixed_args(arguments)
+    if bool(options.run) == bool(options.config):
+        parser.error("give either --run or --config with --model and --out")
+    if options.config and not (options.model and options.out):
+        parser.error("--config needs --model and --out")
+    if options.questions is not None and options.questions < 1:
+        parser.error("--questions is at least 1")
+    try:
+        run(options)
+    except Exception as error:
+        return print_user_error(error)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,318 @@
+"""Processes and the update: accelerate for one process and DDP, DeepSpeed ZeRO for sharding.
+
+The update never averages: each micro-batch's loss is its share of a global sum (`sapo/loss.py`), so the gradient of a
+minibatch is the plain sum over micro-batches and ranks, whatever the backend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs, set_seed
+from torch import Tensor, nn
+
+from sapo.policy import Policy
+
+T = TypeVar("T")
+Dtype = Literal["float32", "bfloat16", "float64"]
+
+# For DeepSpeed: any number above 1. With 1 an offloaded optimiser keeps the last micro-batch only. The update sets the
+# accumulation boundary itself and never divides by this.
+ACCUMULATION_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """The processes of a run. Every method that communicates must be called by all ranks."""
+
+    accelerator: Accelerator
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    zero_stage: int  # 0: no DeepSpeed
+    weights_dtype: torch.dtype  # to load the model in; bfloat16 without ZeRO computes under autocast on float32 weights
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def gather_ranks(self, values: Sequence[float]) -> list[list[float]]:
+        """Return the numbers of every rank, [world size][N], in one collective. All ranks give the same N."""
+        if self.world_size == 1:
+            return [list(values)]
+        row = torch.tensor(values, dtype=torch.float64, device=self.device)
+        rows = [torch.empty_like(row) for _ in range(self.world_size)]
+        torch.distributed.all_gather(rows, row)
+        return torch.stack(rows).tolist()
+
+    def reduce(
+        self,
+        sums: Mapping[str, float] | None = None,
+        maxima: Mapping[str, float] | None = None,
+        minima: Mapping[str, float] | None = None,
+    ) -> dict[str, float]:
+        """Return sums, maxima and minima over ranks under their names, in one collective.
+
+        All ranks give the same names in the same order; a name stands in one mapping only.
+        """
+        groups = [(sum, sums or {}), (max, maxima or {}), (min, minima or {})]
+        columns = zip(*self.gather_ranks([float(value) for _, group in groups for value in group.values()]))
+        return {name: operation(next(columns)) for operation, group in groups for name in group}
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Return the picklable `value` of every rank, in rank order, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.accelerator.wait_for_everyone()
+
+    def end(self) -> None:
+        """Leave the process group; call it once, last."""
+        self.barrier()
+        self.accelerator.end_training()
+
+
+def setup(
+    *,
+    zero_stage: int = 0,
+    dtype: Dtype = "float32",
+    max_grad_norm: float = 1.0,
+    offload_optimizer: bool = False,
+    seed: int = 0,
+) -> Distributed:
+    """Join the processes that the launcher started (none: a run of one process) and seed all generators.
+
+    zero_stage: 1-3 shard with DeepSpeed, from a configuration built here, whatever the launcher; 0 is DDP.
+    dtype: of the computation. bfloat16 keeps float32 master weights, by ZeRO or by autocast; float64 needs zero_stage 0.
+    max_grad_norm: 0 switches clipping off. Call it before the model is loaded: ZeRO-3 shards a model while it loads.
+    Raises ValueError for settings that cannot be combined, RuntimeError when the launcher started fewer processes than
+    were asked for.
+    """
+    if dtype == "float64" and zero_stage:
+        raise ValueError("dtype float64 cannot be used with ZeRO, which computes in float32 or bfloat16: set zero_stage 0")
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
+        raise RuntimeError(
+            "this process was started as one of several (MASTER_ADDR is set) but is alone (WORLD_SIZE is not): `accelerate "
+            "launch --cpu --num_processes N` starts a single process. Start two on a CPU with `torchrun --nproc_per_node 2 "
+            "train.py ...` or `accelerate launch --multi_gpu --num_processes 2 --num_machines 1 train.py ...`; for a run of "
+            "one process unset MASTER_ADDR."
+        )
+    options: dict[str, Any] = {}
+    handlers: list[Any] = []
+    if zero_stage:
+        _prepare_deepspeed(on_cpu)
+        # the process group must be gloo on CPU, or accelerate believes that each rank is alone
+        handlers.append(InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl"))
+        options["deepspeed_plugin"] = DeepSpeedPlugin(
+            hf_ds_config=zero_config(zero_stage, dtype, max_grad_norm, offload_optimizer)
+        )
+        options["gradient_accumulation_steps"] = ACCUMULATION_STEPS
+    else:
+        options["cpu"] = on_cpu
+        handlers.append(DistributedDataParallelKwargs(gradient_as_bucket_view=True))
+    accelerator = Accelerator(
+        mixed_precision="bf16" if dtype == "bfloat16" else "no", kwargs_handlers=handlers, **options
+    )
+    started = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    asked = int(os.environ.get("WORLD_SIZE", 1))
+    if not accelerator.num_processes == started == asked:
+        raise RuntimeError(
+            f"the launcher asked for {asked} processes, torch.distributed has {started} and accelerate counts "
+            f"{accelerator.num_processes}: the ranks would train apart. Start with `torchrun --nproc_per_node N train.py "
+            "...` or `accelerate launch --multi_gpu --num_processes N ...`."
+        )
+    set_seed(seed)
+    weights = {"float32": torch.float32, "float64": torch.float64}.get(
+        dtype, torch.bfloat16 if zero_stage else torch.float32
+    )
+    return Distributed(
+        accelerator=accelerator,
+        rank=accelerator.process_index,
+        local_rank=accelerator.local_process_index,
+        world_size=started,
+        device=accelerator.device,
+        zero_stage=zero_stage,
+        weights_dtype=weights,
+    )
+
+
+def _prepare_deepspeed(on_cpu: bool) -> None:
+    """Make DeepSpeed start under any launcher, or none."""
+    os.environ.pop("ACCELERATE_USE_CPU", None)  # accelerate would ignore DeepSpeed
+    if "WORLD_SIZE" not in os.environ:  # DeepSpeed needs a process group even for one process
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update(alone)
+    if on_cpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would search and warn
+        # by name: as an attribute `deepspeed.comm.torch` is torch itself
+        backend = importlib.import_module("deepspeed.comm.torch")
+        # an optional shared-memory reduction: a minute of compiling, and it needs a C++ compiler
+        backend.build_shm_op = lambda: None
+
+
+def zero_config(zero_stage: int, dtype: Dtype, max_grad_norm: float, offload_optimizer: bool = False) -> dict[str, Any]:
+    """Return the DeepSpeed configuration of a ZeRO stage (1-3) for a loop that sets its own accumulation boundary."""
+    zero: dict[str, Any] = {"stage": zero_stage, "stage3_gather_16bit_weights_on_model_save": True}
+    if offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # must be a number when no DataLoader is prepared; nothing reads it
+        "gradient_accumulation_steps": ACCUMULATION_STEPS,
+        "gradient_clipping": max_grad_norm,
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 1_000_000_000,
+        "zero_optimization": zero,
+    }
+
+
+def warmup_lr(update: int, *, peak: float, warmup_updates: int) -> float:
+    """Return the learning rate of an update, counted from 1: linear up to `peak` at `warmup_updates`, then constant.
+
+    >>> [warmup_lr(update, peak=1.0, warmup_updates=4) for update in (1, 2, 4, 5)]
+    [0.25, 0.5, 1.0, 1.0]
+    """
+    return peak * min(1.0, update / max(warmup_updates, 1))
+
+
+class Updater:
+    """The policy, its AdamW optimiser and their parallel wrapper.
+
+    policy: the unwrapped `Policy` on the device, for passes without gradient and for generation.
+    skipped: updates skipped so far because of a non-finite loss or gradient.
+    """
+
+    def __init__(
+        self,
+        dist: Distributed,
+        policy: Policy,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        max_grad_norm: float = 1.0,
+    ) -> None:
+        """max_grad_norm: 0 switches clipping off; with ZeRO it must be the one given to `setup`."""
+        self.dist = dist
+        self.policy = policy
+        self.max_grad_norm = max_grad_norm
+        self.skipped = 0
+        if not dist.zero_stage:
+            policy.to(dist.device)
+        policy.train()
+        optimizer = torch.optim.AdamW(
+            policy.parameters(), lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
+        )
+        if dist.zero_stage:
+            if dist.zero_stage == 3:
+                import deepspeed
+
+                # `Policy` uses the weight of the output head without calling the head
+                deepspeed.zero.register_external_parameter(policy, policy.model.get_output_embeddings().weight)
+            self.model, _ = dist.accelerator.prepare(policy, optimizer)
+            self.optimizer = self.model.optimizer
+        else:
+            self.model = dist.accelerator.prepare_model(policy)
+            self.optimizer = optimizer
+
+    def update(
+        self, micro_batches: Sequence[T], loss_share: Callable[[nn.Module, T], Tensor], *, lr: float
+    ) -> float:
+        """Make one optimiser update on the sum of the micro-batches' losses over all ranks; return the gradient norm.
+
+        micro_batches: this rank's; every rank must have the same number, at least one. loss_share(model, micro_batch):
+        this micro-batch's share of the global loss, with the forward made through `model`, which is called like
+        `Policy`. The norm is that before clipping. A loss or gradient that is not finite on any rank skips the update
+        on all of them: the weights stay, `skipped` grows by one and the norm is returned as it is, not finite.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        for index, micro_batch in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
+            with self._accumulation(last):
+                loss = loss_share(self.model, micro_batch)
+                # the backends take the mean over ranks, we want the sum; a loss that is not finite must poison its
+                # gradient, so that every rank sees it in the norm
+                loss = loss * torch.where(loss.detach().isfinite(), float(self.dist.world_size), math.nan)
+                if self.dist.zero_stage:
+                    self.model.backward(loss, scale_wrt_gas=False)
+                else:
+                    loss.backward()
+        grad_norm, applied = self._zero_step() if self.dist.zero_stage else self._step()
+        self.skipped += not applied
+        return grad_norm
+
+    def _accumulation(self, last: bool) -> contextlib.AbstractContextManager:
+        """Reduce gradients over ranks after the last micro-batch only (ZeRO-2 and 3 must reduce after each)."""
+        if self.dist.zero_stage:
+            self.model.set_gradient_accumulation_boundary(last)
+        elif self.dist.world_size > 1 and not last:
+            return self.model.no_sync()
+        return contextlib.nullcontext()
+
+    def _step(self) -> tuple[float, bool]:
+        norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm or math.inf).item()
+        applied = math.isfinite(norm)
+        if applied:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm, applied
+
+    def _zero_step(self) -> tuple[float, bool]:
+        self.model.step()  # clips, and skips itself where the norm is not finite
+        return float(self.model.get_global_grad_norm()), self.model.was_step_applied()
+
+    @contextlib.contextmanager
+    def generation(self) -> Iterator[nn.Module]:
+        """Give the Hugging Face model with whole weights; under ZeRO-3 they are gathered for the time of the block."""
+        if self.dist.zero_stage == 3:
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters(list(self.policy.parameters())):
+                yield self.policy.model
+        else:
+            yield self.policy.model
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the weights of the Hugging Face model for `save_pretrained`; all ranks must call, rank 0 has them."""
+        if self.dist.zero_stage < 3:
+            return self.policy.model.state_dict()
+        weights = self.dist.accelerator.get_state_dict(self.model) or {}
+        return {name.removeprefix("model."): weight for name, weight in weights.items()}
+
+    def save(self, folder: Path) -> None:
+        """Write the optimiser, and with ZeRO also the (master) weights, into an existing folder. All ranks call."""
+        if self.dist.zero_stage:
+            self.model.save_checkpoint(str(folder), tag="zero")
+        elif self.dist.is_main:
+            torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
+        self.dist.barrier()
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote; without ZeRO the weights are those the policy was loaded with. All ranks call."""
+        if self.dist.zero_stage:
+            self.model.load_checkpoint(str(folder), tag="zero")
+        else:
+            self.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=self.dist.device))

@@ -1,0 +1,177 @@
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from sapo.data import load_questions, step_questions
+from sapo.types import Question
+
+QUESTIONS = [Question(id=f"q:{n}", question=f"question {n}", golden_answers=("a",)) for n in range(10)]
+
+
+def write(path: Path, *lines: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes("\n".join(lines).encode("utf-8", "surrogatepass"))
+    return path
+
+
+def test_jsonl_rows_become_questions(tmp_path):
+    path = write(
+        tmp_path / "nq.jsonl",
+        '{"id": "dev_0", "question": "who", "golden_answers": ["a", "b"]}',
+        "",
+        '{"id": "dev_0", "question": " when?", "golden_answers": "c", "hops": 2, "data_source": "world", "other": 1}\r',
+        "",
+    )
+    assert load_questions([path]) == [
+        Question(id="nq:1", question="who", golden_answers=("a", "b"), source="nq"),
+        Question(id="nq:3", question=" when?", golden_answers=("c",), source="world", hops=2),
+    ]
+
+
+def test_ids_are_unique_over_files_with_equal_rows_and_names(tmp_path):
+    row = '{"id": "test_0", "question": "q", "golden_answers": "a"}'
+    paths = [write(tmp_path / folder / "dev.jsonl", row, row) for folder in ("nq", "hotpotqa")]
+    assert [q.id for q in load_questions(paths)] == ["dev:1", "dev:2", "dev#2:1", "dev#2:2"]
+
+
+def test_the_limit_counts_over_files(tmp_path):
+    row = '{"question": "q", "golden_answers": "a"}'
+    paths = [write(tmp_path / f"{name}.jsonl", row, row) for name in "ab"]
+    assert [q.id for q in load_questions(paths, limit=3)] == ["a:1", "a:2", "b:1"]
+    assert len(load_questions(paths, limit=9)) == 4
+
+
+def test_only_newline_ends_a_row(tmp_path):
+    text = "line\u2028separator\u0085next"
+    path = write(tmp_path / "a.jsonl", f'{{"question": "{text}", "golden_answers": ["x\u2029y"]}}')
+    (question,) = load_questions([path])
+    assert (question.question, question.golden_answers) == (text, ("x\u2029y",))
+
+
+def test_search_r1_parquet(tmp_path):
+    path = tmp_path / "train.parquet"
+    rows = [
+        {
+            "id": "train_0",
+            "question": "q1",
+            "golden_answers": ["a"],
+            "data_source": "nq",
+            "reward_model": {"style": "rule", "ground_truth": {"target": ["never"]}},
+            "extra_info": {"index": 0},
+        },
+        {
+            "id": "train_0",
+            "question": "q2",
+            "golden_answers": None,
+            "data_source": "hotpotqa",
+            "reward_model": {"style": "rule", "ground_truth": {"target": ["b", "c"]}},
+            "extra_info": {"index": 0},
+        },
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert load_questions([path]) == [
+        Question(id="train:1", question="q1", golden_answers=("a",), source="nq"),
+        Question(id="train:2", question="q2", golden_answers=("b", "c"), source="hotpotqa"),
+    ]
+    without = [{key: value for key, value in row.items() if key != "golden_answers"} for row in rows]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(without), path)
+    assert [q.golden_answers for q in load_questions([path])] == [("never",), ("b", "c")]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"question": "q"}', "'golden_answers' is None"),
+        ('{"question": "q", "golden_answers": []}', r"'golden_answers' is \[\]"),
+        ('{"question": "q", "golden_answers": ["", " "]}', "at least one not empty"),
+        ('{"question": "q", "golden_answers": [1990]}', r"'golden_answers' is \[1990\]"),
+        ('{"question": "q", "golden_answers": {"a": 1}}', "give a text or a list of texts"),
+        ('{"question": "q", "reward_model": {"ground_truth": []}}', "'golden_answers' is None"),
+        ('{"question": "  ", "golden_answers": "a"}', "'question' is '  '"),
+        ('{"golden_answers": "a"}', "'question' is None"),
+        ('{"question": "q", "golden_answers": "a", "hops": "2"}', "'hops' an integer"),
+        ('{"question": "q", "golden_answers": "a"', "not a line of JSON"),
+        ('["q", "a"]', "a row is an object"),
+        ('{"question": "q\\ud800", "golden_answers": "a"}', "half of a surrogate pair"),
+        ('{"question": "\ud800", "golden_answers": "a"}', "not a line of JSON in UTF-8"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path, row, message):
+    path = write(tmp_path / "bad.jsonl", '{"question": "q", "golden_answers": "a"}', "", row)
+    with pytest.raises(ValueError, match=message) as error:
+        load_questions([path])
+    assert str(error.value).startswith(f"{path}, row 3: ") and "\n" not in str(error.value)
+
+
+def test_a_bad_parquet_row_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["q", "q"], "golden_answers": [["a"], None]}), path)
+    with pytest.raises(ValueError, match=rf"^{path}, row 2: 'golden_answers' is None"):
+        load_questions([path])
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    for name, message in (("none.jsonl", "no such question file"), ("a.csv", "question files are .jsonl or .parquet")):
+        with pytest.raises(ValueError, match=rf"^{tmp_path / name}: {message}"):
+            load_questions([tmp_path / name])
+    with pytest.raises(ValueError, match="x.parquet: not a parquet file"):
+        load_questions([write(tmp_path / "x.parquet", "no")])
+
+
+def test_an_epoch_draws_no_question_twice():
+    drawn = [[q.id for q in step_questions(QUESTIONS, step, 3, seed=7)] for step in range(1, 7)]
+    assert all(len(set(ids)) == 3 for ids in drawn)
+    for epoch in (drawn[:3], drawn[3:]):
+        assert len({name for ids in epoch for name in ids}) == 9
+    assert drawn[:3] != drawn[3:]
+
+
+def test_the_order_depends_on_step_and_seed_alone():
+    first = [step_questions(QUESTIONS, step, 5, seed=1) for step in (1, 2, 3)]
+    assert [step_questions(QUESTIONS, step, 5, seed=1) for step in (3, 2, 1)] == first[::-1]
+    assert step_questions(QUESTIONS, 1, 10, seed=1) != step_questions(QUESTIONS, 1, 10, seed=2)
+    assert first[0] != QUESTIONS[:5]
+
+
+def test_the_remainder_changes_from_epoch_to_epoch():
+    counts = Counter(q.id for step in range(1, 61) for q in step_questions(QUESTIONS, step, 7, seed=0))
+    assert len(counts) == 10 and sum(counts.values()) == 420 and min(counts.values()) > 30
+
+
+def test_without_a_seed_the_order_is_that_of_the_files():
+    assert step_questions(QUESTIONS, 2, 3, seed=None) == QUESTIONS[3:6]
+    assert step_questions(QUESTIONS, 4, 3, seed=None) == QUESTIONS[0:3]
+
+
+def test_impossible_draws_are_refused():
+    with pytest.raises(ValueError, match="there are 10 training questions, but rollout.questions_per_step = 11"):
+        step_questions(QUESTIONS, 1, 11, seed=0)
+    with pytest.raises(ValueError, match="step is 0: steps count from 1"):
+        step_questions(QUESTIONS, 0, 2, seed=0)
+
+
+@pytest.mark.skipif("SAPO_TEST_DATA" not in os.environ, reason="SAPO_TEST_DATA does not name the folder of real data")
+def test_real_question_files():
+    folder = Path(os.environ["SAPO_TEST_DATA"]) / "qa"
+    rows = {
+        "nq_open_dev": 3610,
+        "triviaqa_test": 11313,
+        "popqa_1k_flashrag": 1000,
+        "hotpotqa_dev_full": 7405,
+        "2wiki_dev_full": 12576,
+        "musique_dev_full": 2417,
+        "bamboogle": 125,
+        "hotpotqa_ctx": 297,
+        "hotpotqa_train_ctx": 100,
+    }
+    questions = load_questions([folder / f"{name}.jsonl" for name in rows])
+    assert Counter(q.source for q in questions) == rows
+    assert len({q.id for q in questions}) == sum(rows.values())
+    assert questions[3610 + 11312].id == "triviaqa_test:11313"
+    last = json.loads((folder / "triviaqa_test.jsonl").read_bytes().rstrip(b"\n").split(b"\n")[-1])
+    assert questions[3610 + 11312].golden_answers == tuple(last["golden_answers"])

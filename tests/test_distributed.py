@@ -1,0 +1,114 @@
+"""Updates over processes. Each launch serves several checks; its results come from `benchmarks/rank_worker.py`."""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchmarks.loss import ACCELERATE, TORCHRUN, launch, relative_error, update_error
+from sapo.distributed import setup, warmup_lr, zero_config
+
+ROWS = ("--rows", "1", "8")
+
+
+@pytest.fixture(scope="module")
+def single():
+    """One process, float32: micro-batches of 1 and of 8."""
+    return launch((sys.executable,), *ROWS)
+
+
+@pytest.fixture(scope="module")
+def ddp():
+    return launch(TORCHRUN, *ROWS)
+
+
+@pytest.fixture(scope="module")
+def zero2():
+    return launch(ACCELERATE, "--zero-stage", "2", *ROWS)
+
+
+def test_micro_batches_do_not_change_the_update(single):
+    one, eight = single
+    assert (one["sizes"], eight["sizes"]) == ([10, 5, 5], [2, 1, 1])
+    assert update_error(one, eight) <= 1e-6
+    assert relative_error(one["weights"], eight["weights"]) <= 1e-6
+
+
+@pytest.mark.parametrize("backend", ["ddp", "zero2"])
+def test_two_ranks_make_the_update_of_one(single, backend, request):
+    found = request.getfixturevalue(backend)
+    for expected in single:
+        for result in found:
+            assert update_error(result, expected) <= 1e-6
+            assert relative_error(result["weights"], expected["weights"]) <= 1e-6
+            assert result["counts"] == expected["counts"]
+            norms = [(a, b) for a, b in zip(result["norms"], expected["norms"]) if math.isfinite(b)]
+            assert len(norms) == 3 and all(a == pytest.approx(b, rel=1e-5) for a, b in norms)
+    assert [result["sizes"] for result in found] == [[6, 3, 3], [1, 1, 1]]  # rank 0 holds six responses, rank 1 four
+
+
+@pytest.mark.parametrize("backend", ["single", "ddp", "zero2"])
+def test_a_loss_that_is_nan_on_one_rank_is_skipped_on_all(backend, request):
+    for result in request.getfixturevalue(backend):
+        assert [math.isfinite(norm) for norm in result["norms"]] == [True, True, False, True]
+        assert {skipped for _, skipped in result["ranks"]} == {1}
+        assert all(weight.isfinite().all() for weight in result["weights"].values())
+
+
+def test_float64_is_exact_over_ranks_and_micro_batches():
+    one, eight = launch((sys.executable,), "--dtype", "float64", *ROWS)
+    (ranks,) = launch(TORCHRUN, "--dtype", "float64", "--rows", "1")
+    assert update_error(one, eight) <= 1e-12
+    assert update_error(ranks, one) <= 1e-12
+    assert relative_error(ranks["weights"], one["weights"]) <= 1e-12
+
+
+def test_reductions_over_two_ranks(ddp):
+    assert ddp[0]["ranks"] == [(0, 1), (1, 1)]
+    assert ddp[0]["reduced"] == {"sum": 3.0, "max": 1.0, "min": 0.0}
+
+
+def test_clipping_scales_the_gradient_to_the_bound(single):
+    """AdamW hides the scale of a gradient, so it is read where the optimiser sees it."""
+    gradient = launch((sys.executable,), "--rows", "8", "--max-grad-norm", "0.01")[0]["gradient"]
+    assert torch.cat([g.flatten() for g in gradient.values()]).norm().item() == pytest.approx(0.01, rel=1e-4)
+    scale = 0.01 / (single[1]["norms"][0] + 1e-6)
+    expected = {name: scale * g for name, g in single[1]["gradient"].items()}
+    assert relative_error(gradient, expected) <= 1e-6
+
+
+def test_warm_up_starts_above_zero_and_stays_at_the_peak():
+    rates = [warmup_lr(update, peak=2e-4, warmup_updates=4) for update in (1, 2, 3, 4, 5, 100)]
+    assert rates == pytest.approx([5e-5, 1e-4, 1.5e-4, 2e-4, 2e-4, 2e-4])
+    assert warmup_lr(1, peak=2e-4, warmup_updates=0) == 2e-4
+
+
+def test_a_launch_that_silently_runs_one_process_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(RuntimeError, match="is alone .*torchrun --nproc_per_node 2"):
+        setup()
+
+
+def test_accelerate_launch_on_cpu_is_refused():
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--no_python"]
+    command += [sys.executable, "-c", "from sapo.distributed import setup; setup()"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": "."}, timeout=120)
+    assert done.returncode != 0
+    assert "starts a single process" in done.stderr
+
+
+def test_settings_that_cannot_be_combined():
+    with pytest.raises(ValueError, match="float64"):
+        setup(zero_stage=2, dtype="float64")
+
+
+def test_zero_config_keeps_float32_gradients_and_offloads_on_request():
+    config = zero_config(3, "bfloat16", 1.0, offload_optimizer=True)
+    assert config["bf16"] == {"enabled": True} and config["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    assert "offload_optimizer" not in zero_config(2, "float32", 1.0)["zero_optimization"]

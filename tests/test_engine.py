@@ -1,0 +1,272 @@
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from sapo.engine.hf import HFEngine
+from sapo.engine.sampling import GREEDY, Sampling, keyed_uniform, sample, trajectory_key, truncate
+from tests.tiny import tiny_tokenizer
+
+STOPS = ("</search>", "</answer>")
+
+
+def tiny_model(tokenizer, seed=0, dtype=torch.float32, **changes):
+    """A random Qwen2 with grouped heads; weights large enough that its distributions are far from flat."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer) + 3,  # more embeddings than tokens, as real models have
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        initializer_range=0.2,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **changes,
+    )
+    return Qwen2ForCausalLM(config).to(dtype).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def full_logprobs(model, ids):
+    """Log-softmax of one forward over a whole trajectory, [T, V]; row t predicts token t + 1."""
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.tensor([ids])).logits[0], dim=-1)
+
+
+def run_turns(engine, prompts, sampling, schedule_seed, turns=3, keys=None):
+    """Drive a session through ragged turns of a seeded schedule; return ids and logprobs of each row."""
+    rng = np.random.default_rng(schedule_seed)
+    session = engine.session(keys or list(range(len(prompts))), sampling, STOPS)
+    ids = [list(p) for p in prompts]
+    logprobs = [[None] * len(p) for p in prompts]
+    rows, new = list(range(len(prompts))), [list(p) for p in prompts]
+    for _ in range(turns):
+        limits = rng.integers(1, 14, len(rows)).tolist()
+        for row, generation in zip(rows, session.generate(rows, new, limits)):
+            ids[row] += generation.ids
+            logprobs[row] += generation.logprobs
+        rows = [row for row in rows if rng.random() < 0.8]
+        new = [rng.integers(2, 200, int(rng.integers(0, 20))).tolist() for _ in rows]
+        for row, added in zip(rows, new):
+            ids[row] += added
+            logprobs[row] += [None] * len(added)
+        if not rows:
+            break
+    return ids, logprobs
+
+
+def ragged_prompts(seed, count=6):
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(2, 200, int(n)).tolist() for n in rng.integers(1, 25, count)]
+    prompts[2] = prompts[0]  # a group shares its prompt
+    return prompts
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling()])
+@pytest.mark.parametrize("prefill_tokens", [7, 4096])
+def test_logprobs_equal_one_full_forward(tokenizer, sampling, prefill_tokens):
+    model = tiny_model(tokenizer)
+    engine = HFEngine(model, tokenizer, prefill_tokens=prefill_tokens)
+    for schedule in range(5):
+        ids, logprobs = run_turns(engine, ragged_prompts(schedule), sampling, schedule)
+        for row_ids, row_logprobs in zip(ids, logprobs):
+            full = full_logprobs(model, row_ids)
+            for t, logprob in enumerate(row_logprobs):
+                if logprob is not None:
+                    assert logprob == pytest.approx(full[t - 1, row_ids[t]].item(), abs=1e-5)
+
+
+def test_eager_attention_and_llama_agree_with_the_full_forward_too(tokenizer):
+    torch.manual_seed(0)
+    llama = LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=1, intermediate_size=64, initializer_range=0.2, eos_token_id=1)
+    ).eval()  # fmt: skip
+    for model in (llama, tiny_model(tokenizer, attn_implementation="eager")):
+        ids, logprobs = run_turns(HFEngine(model, tokenizer), ragged_prompts(3), Sampling(), 3)
+        for row_ids, row_logprobs in zip(ids, logprobs):
+            full = full_logprobs(model, row_ids)
+            for t, logprob in enumerate(row_logprobs):
+                if logprob is not None:
+                    assert logprob == pytest.approx(full[t - 1, row_ids[t]].item(), abs=1e-5)
+
+
+def test_greedy_equals_generate_token_for_token(tokenizer):
+    model = tiny_model(tokenizer)
+    prompts = ragged_prompts(1)
+    session = HFEngine(model, tokenizer).session(range(len(prompts)), GREEDY, ())
+    ours = session.generate(range(len(prompts)), prompts, [40] * len(prompts))
+    for prompt, generation in zip(prompts, ours):
+        theirs = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)
+        assert generation.ids == theirs[0, len(prompt) :].tolist()
+
+
+def test_a_trajectory_does_not_depend_on_its_batch(tokenizer):
+    model = tiny_model(tokenizer, dtype=torch.float64)
+    prompts = ragged_prompts(2, count=8)
+    keys = [trajectory_key(0, 1, f"q{i}", 0) for i in range(8)]
+
+    def sampled(order, batch):
+        found = {}
+        for start in range(0, len(order), batch):
+            part = order[start : start + batch]
+            session = HFEngine(model, tokenizer).session([keys[i] for i in part], Sampling(), STOPS)
+            first = session.generate(range(len(part)), [prompts[i] for i in part], [9] * len(part))
+            second = session.generate(range(len(part)), [[5, 6, 7]] * len(part), [9] * len(part))
+            found |= {i: (a.ids, b.ids) for i, a, b in zip(part, first, second)}
+        return [found[i] for i in range(8)]
+
+    alone = sampled(list(range(8)), 1)
+    assert sampled(list(range(8)), 8) == alone
+    assert sampled([5, 2, 7, 0, 1, 6, 3, 4], 3) == alone
+
+
+def test_samples_of_a_group_differ_and_other_steps_differ(tokenizer):
+    engine = HFEngine(tiny_model(tokenizer), tokenizer)
+    keys = [trajectory_key(0, step, "q", sample) for step in (1, 2) for sample in range(4)]
+    assert len(set(keys)) == 8
+    outputs = engine.session(keys, Sampling(), ()).generate(range(8), [[5, 9, 11]] * 8, [12] * 8)
+    assert len({tuple(o.ids) for o in outputs}) == 8
+
+
+def test_weights_changed_in_place_are_used_by_the_next_session(tokenizer):
+    model = tiny_model(tokenizer)
+    engine = HFEngine(model, tokenizer)
+    prompt = [7, 8, 9]
+    engine.session([1], Sampling(), ()).generate([0], [prompt], [5])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    generation = engine.session([1], Sampling(), ()).generate([0], [prompt], [5])[0]
+    full = full_logprobs(model, prompt + generation.ids)
+    expected = [full[2 + t, token].item() for t, token in enumerate(generation.ids)]
+    assert generation.logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def test_training_mode_with_gradient_checkpointing_is_put_aside_and_back(tokenizer):
+    model = tiny_model(tokenizer)
+    expected = HFEngine(model, tokenizer).session([1], GREEDY, ()).generate([0], [[7, 8, 9]], [8])
+    model.gradient_checkpointing_enable()
+    model.train()
+    assert HFEngine(model, tokenizer).session([1], GREEDY, ()).generate([0], [[7, 8, 9]], [8]) == expected
+    assert model.training
+
+
+def say(tokenizer, model, pieces, limit=50, **options):
+    """Make the engine sample the given token strings one by one; return the generation."""
+    engine = HFEngine(model, tokenizer)
+    ids = [tokenizer.convert_tokens_to_ids(p) for p in pieces]
+    assert None not in ids
+    said = iter(ids + [tokenizer.eos_token_id] * limit)
+
+    def head(hidden):
+        logits = torch.full((hidden.shape[0], engine.is_eos.size), -1e9)
+        logits[:, next(said)] = 0.0
+        return logits
+
+    model.get_output_embeddings = lambda: head
+    try:
+        return engine.session([0], GREEDY, STOPS, **options).generate([0], [[5, 6]], [limit])[0]
+    finally:
+        del model.get_output_embeddings
+
+
+@pytest.mark.parametrize(
+    ("pieces", "kept", "finish"),
+    [
+        (["<", "search", ">", "a", "</", "search", ">"], 7, "stop"),
+        (["a", "</", "search", ">ĊĊ", "b"], 4, "stop"),  # the closing bracket is merged with what follows
+        ([".</", "search", ">", "b"], 3, "stop"),  # and the opening one with what came before
+        (["<", "/", "s", "e", "a", "r", "c", "h", ">", "b"], 9, "stop"),
+        (["</", "answer", ">", "</", "answer", ">"], 3, "stop"),
+        (["Ã", "<", "/", "search", ">", "b"], 5, "stop"),  # half of a character just before the tag
+        (["<", "search", ">", "a"], 4, "eos"),
+    ],
+)
+def test_a_turn_ends_at_the_token_that_completes_a_stop_string(tokenizer, pieces, kept, finish):
+    model = tiny_model(tokenizer)
+    generation = say(tokenizer, model, pieces)
+    expected = [tokenizer.convert_tokens_to_ids(p) for p in pieces[:kept]]
+    if finish == "eos":
+        expected.append(tokenizer.eos_token_id)
+    assert (generation.ids, generation.finish) == (expected, finish)
+
+
+def test_think_aware_stops_ignore_tags_inside_think(tokenizer):
+    model = tiny_model(tokenizer)
+    pieces = ["<", "think", ">", "</", "search", ">", "</", "think", ">", "</", "answer", ">", "a"]
+    assert len(say(tokenizer, model, pieces).ids) == 6
+    assert len(say(tokenizer, model, pieces, think_aware=True).ids) == 12
+
+
+def test_nan_logits_are_an_error(tokenizer):
+    model = tiny_model(tokenizer)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="NaN"):
+        HFEngine(model, tokenizer).session([0], Sampling(), ()).generate([0], [[5]], [3])
+
+
+def test_models_that_the_cache_does_not_fit_are_refused(tokenizer):
+    windowed = tiny_model(tokenizer, use_sliding_window=True, sliding_window=8, max_window_layers=0)
+    with pytest.raises(ValueError, match="sliding-window"):
+        HFEngine(windowed, tokenizer)
+
+
+def test_keyed_uniform_is_fixed_and_uniform():
+    keys = np.array([0, 1, 2**64 - 1], dtype=np.uint64)
+    first = keyed_uniform(keys, np.zeros(3, dtype=np.int64))
+    # SplitMix64 of seed 0 starts with 0xE220A8397B1DCDAF (published test vector).
+    assert first[0] == (0xE220A8397B1DCDAF >> 11) * 2.0**-53
+    many = keyed_uniform(np.full(200_000, 7, dtype=np.uint64), np.arange(200_000))
+    assert abs(many.mean() - 0.5) < 0.003 and abs(many.var() - 1 / 12) < 0.002
+    assert abs(np.corrcoef(many[:-1], many[1:])[0, 1]) < 0.01
+
+
+def test_sampling_follows_the_distribution():
+    logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf, 0.5]])
+    expected = torch.softmax(logits / 0.7, -1)[0]
+    uniform = (np.arange(100_000) + 0.5) / 100_000
+    ids, logprobs = sample(logits.expand(100_000, -1), uniform, Sampling(temperature=0.7))
+    counts = torch.bincount(ids, minlength=5) / 100_000
+    assert torch.allclose(counts, expected, atol=2e-5)
+    assert torch.allclose(logprobs.exp(), expected[ids], atol=1e-6)
+
+
+def test_a_uniform_next_to_one_never_draws_an_impossible_token():
+    logits = torch.tensor([[1.0, 2.0, -torch.inf, -torch.inf]])
+    ids, logprobs = sample(logits, np.array([1 - 2.0**-53]), Sampling())
+    assert ids.item() == 1 and torch.isfinite(logprobs).all()
+    assert sample(logits, np.array([0.0]), Sampling())[0].item() == 0
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (Sampling(top_k=2), [1, 2]),
+        (Sampling(top_p=0.6), [1, 2]),  # .5 alone is below .6, so the next one is kept as well
+        (Sampling(top_p=0.5), [2]),
+        (Sampling(top_p=1e-9), [2]),
+        (Sampling(min_p=0.5), [1, 2]),
+        (Sampling(top_k=3, min_p=0.5), [1, 2]),
+    ],
+)
+def test_truncation_keeps_and_renormalises(sampling, kept):
+    probabilities = torch.tensor([[0.125, 0.25, 0.5, 0.125]], dtype=torch.float64)
+    out = truncate(probabilities.log(), sampling).exp()[0]
+    total = probabilities[0, kept].sum()
+    expected = [probabilities[0, i].item() / total.item() if i in kept else 0.0 for i in range(4)]
+    assert out.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_recorded_logprobs_are_of_the_sampled_or_the_full_distribution():
+    logits = torch.tensor([[0.125, 0.25, 0.5, 0.125]]).log()
+    for recorded, expected in (("sampled", 2 / 3), ("full", 0.5)):
+        ids, logprobs = sample(logits, np.array([0.99]), Sampling(top_k=2, logprobs=recorded))
+        assert ids.item() == 2 and logprobs.exp().item() == pytest.approx(expected, abs=1e-6)
