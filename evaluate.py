@@ -30,6 +30,7 @@ from sapo.assemble import (
     connect_retriever,
     load_sources,
     print_user_error,
+    quieten,
     rollout_budget,
     rollout_sampling,
     source_commit,
@@ -257,6 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that differ from the config")
     options = parser.parse_intermixed_args(arguments)
+    quieten()
     if bool(options.run) == bool(options.config):
         parser.error("give either --run or --config with --model and --out")
     if options.config and not (options.model and options.out):

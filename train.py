@@ -38,6 +38,7 @@ from sapo.assemble import (
     load_sources,
     package_versions,
     print_user_error,
+    quieten,
     rollout_budget,
     rollout_sampling,
     source_commit,
@@ -350,8 +351,14 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._ask)
+
+    def __enter__(self) -> StopRequest:
+        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _ask(self, number: int, frame: Any) -> None:
         if self.requested:
@@ -443,9 +450,9 @@ def write_run_record(config: Config, **fields: Any) -> None:
 def run(config: Config, *, resume: bool, dry_run: bool) -> None:
     """Check everything, then train, and leave a report whatever happens."""
     began = time.monotonic()
-    dist = setup(
-        zero_stage=config.distributed.zero_stage,
-        dtype=config.model.dtype,
+    dist = setup(  # a dry run computes nothing, so it needs neither DeepSpeed nor a GPU
+        zero_stage=0 if dry_run else config.distributed.zero_stage,
+        dtype="float32" if dry_run else config.model.dtype,
         max_grad_norm=config.optim.max_grad_norm,
         offload_optimizer=config.distributed.offload_optimizer,
         seed=config.seed,
@@ -505,7 +512,8 @@ def run(config: Config, *, resume: bool, dry_run: bool) -> None:
         ) as logger:
             done, status = first_step - 1, "failed"
             try:
-                done = train(trainer, logger, first_step, StopRequest())
+                with StopRequest() as stop:
+                    done = train(trainer, logger, first_step, stop)
                 status = "finished" if done >= config.optim.steps else "interrupted"
             except KeyboardInterrupt:
                 status = "interrupted"
@@ -578,6 +586,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="check everything, train nothing")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that differ from the file")
     options = parser.parse_intermixed_args(arguments)
+    quieten()
     try:
         run(load_config(options.config, options.overrides), resume=options.resume, dry_run=options.dry_run)
     except Exception as error:

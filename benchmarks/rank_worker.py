@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def run(dist: Distributed, *, rows: int, max_grad_norm: float = 0.0) -> dict[str
     """Make one update on the whole step, then three on its minibatches, one of them with a NaN on the last rank.
 
     rows: responses per micro-batch. Returns loss, gradient (as the optimiser sees it) and norm of the first update, and
-    the weights after all.
+    the weights after all; then those after one more update, made by this updater and by one restored from its files.
     """
     policy = Policy(tiny_model(dist.weights_dtype), head_chunk_tokens=16)
     whole, halves = plan(dist, policy, rows, 10), plan(dist, policy, rows, 5)
@@ -125,15 +126,30 @@ def run(dist: Distributed, *, rows: int, max_grad_norm: float = 0.0) -> dict[str
     norms = [update(whole[0])]
     loss = dist.reduce({"loss": float(sum(losses))})["loss"]
     norms += [update(halves[0]), update(halves[1], poison=True), update(halves[1])]
-    with updater.generation():
-        weights = {name: tensor.clone() for name, tensor in updater.policy.state_dict().items()}
+    weights = copy_of(updater.state_dict())
+
+    with tempfile.TemporaryDirectory() as folder:  # a new updater goes on where this one was saved
+        folder = Path(dist.gather_objects(folder)[0])
+        updater.save(folder)
+        resumed = Updater(dist, Policy(tiny_model(dist.weights_dtype), 16), eps=1e-3, max_grad_norm=max_grad_norm)
+        if not dist.zero_stage:
+            resumed.policy.model.load_state_dict(weights)
+        resumed.load(folder)
+        for each in (updater, resumed):
+            each.update([(whole[0], batch) for batch in whole[0].micro_batches], share, lr=1e-3)
+        dist.barrier()
     return {
-        "loss": loss, "gradient": gradient, "norms": norms, "weights": weights, "skipped": updater.skipped,
+        "loss": loss, "gradient": gradient, "norms": norms, "weights": weights,
+        "after": copy_of(updater.state_dict()), "resumed": copy_of(resumed.state_dict()),
         "counts": [minibatch.counts for minibatch in whole + halves],
         "sizes": [len(minibatch.micro_batches) for minibatch in whole + halves],
         "ranks": dist.gather_objects((dist.rank, updater.skipped)),
         "reduced": dist.reduce({"sum": dist.rank + 1}, {"max": dist.rank}, {"min": dist.rank}),
     }
+
+
+def copy_of(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in weights.items()}
 
 
 def full_gradient(dist: Distributed, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -151,8 +167,12 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rows", type=int, nargs="+", default=[8], help="responses per micro-batch")
     parser.add_argument("--max-grad-norm", type=float, default=0.0)
+    parser.add_argument("--offload-optimizer", action="store_true")
     args = parser.parse_args()
-    dist = setup(zero_stage=args.zero_stage, dtype=args.dtype, max_grad_norm=args.max_grad_norm)
+    dist = setup(
+        zero_stage=args.zero_stage, dtype=args.dtype, max_grad_norm=args.max_grad_norm,
+        offload_optimizer=args.offload_optimizer,
+    )
     results = [run(dist, rows=rows, max_grad_norm=args.max_grad_norm) for rows in args.rows]
     if dist.is_main:
         torch.save(results, args.out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -12,6 +13,9 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+import transformers
 
 from retriever.service import open_retriever
 from retriever.types import Retriever
@@ -33,6 +37,13 @@ class Sources:
     heldout: list[Question]
     corpus: Path | None
     index: Path | None
+
+
+def quieten() -> None:
+    """Keep libraries from drawing progress bars and notices over the run's own lines."""
+    transformers.logging.disable_progress_bar()
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns when it has to find that out itself
 
 
 def cache_folder(config: Config, kind: str, *parts: Any) -> Path:

@@ -26,10 +26,6 @@ from sapo.policy import Policy
 T = TypeVar("T")
 Dtype = Literal["float32", "bfloat16", "float64"]
 
-# For DeepSpeed: any number above 1. With 1 an offloaded optimiser keeps the last micro-batch only. The update sets the
-# accumulation boundary itself and never divides by this.
-ACCUMULATION_STEPS = 2
-
 
 @dataclass(frozen=True)
 class Distributed:
@@ -123,7 +119,6 @@ def setup(
         options["deepspeed_plugin"] = DeepSpeedPlugin(
             hf_ds_config=zero_config(zero_stage, dtype, max_grad_norm, offload_optimizer)
         )
-        options["gradient_accumulation_steps"] = ACCUMULATION_STEPS
     else:
         options["cpu"] = on_cpu
         handlers.append(DistributedDataParallelKwargs(gradient_as_bucket_view=True))
@@ -147,7 +142,7 @@ def setup(
         rank=accelerator.process_index,
         local_rank=accelerator.local_process_index,
         world_size=started,
-        device=accelerator.device,
+        device=torch.device("cpu") if on_cpu else accelerator.device,  # it may say cpu:0, which torch.load refuses
         zero_stage=zero_stage,
         weights_dtype=weights,
     )
@@ -177,7 +172,7 @@ def zero_config(zero_stage: int, dtype: Dtype, max_grad_norm: float, offload_opt
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     return {
         "train_micro_batch_size_per_gpu": 1,  # must be a number when no DataLoader is prepared; nothing reads it
-        "gradient_accumulation_steps": ACCUMULATION_STEPS,
+        "gradient_accumulation_steps": 1,  # nor this: the update sets the boundary and divides by nothing
         "gradient_clipping": max_grad_norm,
         "bf16": {"enabled": dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},
@@ -282,7 +277,12 @@ class Updater:
 
     def _zero_step(self) -> tuple[float, bool]:
         self.model.step()  # clips, and skips itself where the norm is not finite
-        return float(self.model.get_global_grad_norm()), self.model.was_step_applied()
+        applied = self.model.was_step_applied()
+        if not applied and self.dist.zero_stage < 3:
+            # DeepSpeed 0.19.8 leaves the NaN of a skipped step in the buffers of an offloaded optimiser
+            gradients = getattr(self.optimizer, "averaged_gradients", {})
+            gradients.update(dict.fromkeys(gradients))
+        return float(self.model.get_global_grad_norm()), applied
 
     @contextlib.contextmanager
     def generation(self) -> Iterator[nn.Module]:
@@ -315,4 +315,4 @@ class Updater:
         if self.dist.zero_stage:
             self.model.load_checkpoint(str(folder), tag="zero")
         else:
-            self.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=self.dist.device))
+            self.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu"))

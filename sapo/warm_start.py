@@ -64,7 +64,7 @@ class WarmStartSettings(BaseModel):
     demonstrations: int = Field(8000, ge=1, description="demonstrations in all, each one seen once")
     batch_size: int = Field(8, ge=1, description="demonstrations per optimiser step")
     matrix_lr: float = Field(0.02, gt=0, description="peak Muon learning rate of the weight matrices")
-    lr: float = Field(3e-3, gt=0, description="peak AdamW learning rate of everything else")
+    lr: float = Field(1e-2, gt=0, description="peak AdamW learning rate of everything else")
     warmup_steps: int = Field(50, ge=0, description="steps of linear warm-up; linear decay to zero follows")
     document_weight: float = Field(0.3, ge=0, le=1, description="loss weight of a document token; a turn token has 1")
     stop_early: float = Field(0.6, ge=0, le=1, description="probability, per hop but the last, of answering too soon")

@@ -58,6 +58,23 @@ def test_a_loss_that_is_nan_on_one_rank_is_skipped_on_all(backend, request):
         assert all(weight.isfinite().all() for weight in result["weights"].values())
 
 
+@pytest.mark.parametrize("backend", ["single", "ddp", "zero2"])
+def test_a_restored_updater_goes_on_bit_equal(backend, request):
+    for result in request.getfixturevalue(backend):
+        assert relative_error(result["after"], result["weights"]) > 1e-6
+        assert all(torch.equal(result["resumed"][name], weight) for name, weight in result["after"].items())
+
+
+def test_one_process_can_run_zero_in_bfloat16_with_an_offloaded_optimiser(single):
+    (result,) = launch(
+        (sys.executable,), "--zero-stage", "2", "--dtype", "bfloat16", "--offload-optimizer", "--rows", "4"
+    )
+    assert update_error(result, single[0]) <= 0.02  # bfloat16 has 8 bits
+    assert [math.isfinite(norm) for norm in result["norms"]] == [True, True, False, True]
+    assert relative_error(result["after"], result["weights"]) > 1e-6
+    assert all(torch.equal(result["resumed"][name], weight) for name, weight in result["after"].items())
+
+
 def test_float64_is_exact_over_ranks_and_micro_batches():
     one, eight = launch((sys.executable,), "--dtype", "float64", *ROWS)
     (ranks,) = launch(TORCHRUN, "--dtype", "float64", "--rows", "1")

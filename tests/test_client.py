@@ -1,0 +1,494 @@
+"""The HTTP client against a real server on a free local port."""
+
+import errno
+import json
+import os
+import random
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+import retriever.client
+from retriever.client import RetrieverClient
+from retriever.corpus import split_contents
+from retriever.types import IndexInfo, Passage, RetrieverError
+
+PARIS = {"document": {"id": "7", "contents": '"Paris"\nCapital of France.'}, "score": 0.75}
+LONDON = {"document": {"id": "9", "contents": '"London"\nCapital of England.'}, "score": 0.5}
+PARIS_PASSAGE = Passage("7", '"Paris"', "Capital of France.", 0.75)
+LONDON_PASSAGE = Passage("9", '"London"', "Capital of England.", 0.5)
+
+
+@dataclass
+class Reply:
+    """What the server sends. chunks are written `gap_s` apart; `declared` replaces the true Content-Length."""
+
+    chunks: list[bytes]
+    status: int = 200
+    kind: str = "application/json"
+    headers: dict[str, str] = field(default_factory=dict)
+    gap_s: float = 0.0
+    declared: int | None = None
+    close: bool = False
+
+
+def answer(*lists) -> Reply:
+    return Reply([json.dumps({"result": list(lists)}).encode()])
+
+
+def found(item) -> Reply:
+    return answer([item])
+
+
+@dataclass
+class Server:
+    url: str
+    stop: threading.Event
+    script: Callable[[int, dict], Reply] = lambda n, request: answer(*[[PARIS, LONDON] for _ in request["queries"]])
+    paths: list[str] = field(default_factory=list)
+    requests: list[dict] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    connections: set[int] = field(default_factory=set)
+
+    def reply_with(self, *replies: Reply) -> None:
+        """Send the replies in turn, the last one from then on."""
+        self.script = lambda n, request: replies[min(n, len(replies) - 1)]
+
+
+@pytest.fixture(scope="module")
+def running():
+    """The server, started once for the module; `server` empties it before each test."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def do_POST(self):
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            n = len(state.requests)
+            state.requests.append(request)
+            state.paths.append(self.path)
+            state.kinds.append(self.headers["Content-Type"])
+            state.connections.add(self.client_address[1])
+            reply = state.script(n, request)
+            self.send_response(reply.status)
+            self.send_header("Content-Type", reply.kind)
+            length = sum(map(len, reply.chunks)) if reply.declared is None else reply.declared
+            self.send_header("Content-Length", str(length))
+            for name, value in reply.headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            for chunk in reply.chunks:
+                self.wfile.write(chunk)
+                state.stop.wait(reply.gap_s)
+            self.close_connection = self.close_connection or reply.close
+
+        def log_message(self, *arguments):
+            pass
+
+    class HttpServer(ThreadingHTTPServer):
+        def handle_error(self, request, client_address):
+            if not isinstance(sys.exc_info()[1], ConnectionError):  # clients leave: that is what some tests are about
+                super().handle_error(request, client_address)
+
+    with HttpServer(("127.0.0.1", 0), Handler) as http_server:
+        state = Server(f"http://127.0.0.1:{http_server.server_port}", threading.Event())
+        thread = threading.Thread(target=http_server.serve_forever, args=(0.01,))
+        thread.start()
+        yield state
+        state.stop.set()
+        http_server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def server(running, monkeypatch):
+    monkeypatch.setattr(retriever.client, "FIRST_PAUSE_S", 0.002)
+    for seen in (running.requests, running.paths, running.kinds, running.connections):
+        seen.clear()
+    running.script = Server.script
+    return running
+
+
+def error_of(server: Server, reply: Reply, **settings) -> str:
+    """Return the message of the RetrieverError that this reply to one query leads to."""
+    server.reply_with(reply)
+    with pytest.raises(RetrieverError) as error:
+        RetrieverClient(server.url, **settings).search(["a"], 3)
+    message = str(error.value)
+    assert f"{server.url}/retrieve: " in message and "\n" not in message
+    return message
+
+
+def closed_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+# request and answer
+
+
+def test_one_request_carries_all_queries(server):
+    server.reply_with(answer([PARIS, LONDON], [LONDON]))
+    results = RetrieverClient(server.url).search(["capital of France", "Londón"], 2)
+    assert results == [[PARIS_PASSAGE, LONDON_PASSAGE], [LONDON_PASSAGE]]
+    assert server.requests == [{"queries": ["capital of France", "Londón"], "topk": 2, "return_scores": True}]
+    assert server.paths == ["/retrieve"] and server.kinds == ["application/json"]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "path"),
+    [("/", "/retrieve"), ("/retrieve", "/retrieve"), ("/retrieve/", "/retrieve"), ("/wiki", "/wiki/retrieve")],
+)
+def test_the_url_may_end_in_retrieve(server, suffix, path):
+    RetrieverClient(server.url + suffix).search(["a"], 1)
+    assert server.paths == [path]
+
+
+def test_no_queries_make_no_request(server):
+    assert RetrieverClient(server.url).search([], 3) == []
+    assert server.requests == []
+
+
+def test_long_queries_are_cut(server):
+    RetrieverClient(server.url, max_query_chars=4).search(["abcdef", "abc"], 1)
+    assert server.requests[0]["queries"] == ["abcd", "abc"]
+
+
+def test_results_beyond_k_are_dropped(server):
+    assert RetrieverClient(server.url).search(["a", "b"], 1) == [[PARIS_PASSAGE], [PARIS_PASSAGE]]
+
+
+def test_a_query_may_find_nothing(server):
+    server.reply_with(answer([], [PARIS]))
+    assert RetrieverClient(server.url).search(["a", "b"], 3) == [[], [PARIS_PASSAGE]]
+
+
+def test_the_fillers_of_faiss_are_dropped(server):
+    """FAISS gives row -1 the lowest float32 score; Search-R1 then sends the last document of its corpus."""
+    server.reply_with(answer([PARIS, {**LONDON, "score": -3.4028234663852886e38}]))
+    assert RetrieverClient(server.url).search(["a"], 2) == [[PARIS_PASSAGE]]
+
+
+@pytest.mark.parametrize(
+    "contents", ['"Paris"\nCapital\nof France.', "Mars\nA planet.", "One line.", "\nNo title.", '"A ""b"""\nc', ""]
+)
+def test_contents_are_split_as_in_the_corpus(server, contents):
+    server.reply_with(found({"document": {"id": "1", "contents": contents}, "score": 1}))
+    assert RetrieverClient(server.url).search(["a"], 1) == [[Passage("1", *split_contents(contents), 1.0)]]
+
+
+@pytest.mark.parametrize(
+    ("document", "passage"),
+    [
+        ({"title": "Paris", "text": "Capital."}, Passage("", "Paris", "Capital.", 0.5)),
+        ({"id": "3", "title": "Paris", "text": "Capital."}, Passage("3", "Paris", "Capital.", 0.5)),
+        (
+            {"title": "Paris", "text": "Capital.", "contents": '"Paris"\nCapital.'},
+            Passage("", '"Paris"', "Capital.", 0.5),
+        ),
+        ({"id": 12, "contents": "T\nx", "url": "u"}, Passage("12", "T", "x", 0.5)),
+    ],
+)
+def test_documents_of_a_bm25_server(server, document, passage):
+    server.reply_with(found({"document": document, "score": 0.5}))
+    assert RetrieverClient(server.url).search(["a"], 1) == [[passage]]
+
+
+def test_info_marks_what_a_server_cannot_tell():
+    for url in ("http://127.0.0.1:8000", "http://127.0.0.1:8000/retrieve"):
+        assert RetrieverClient(url).info() == IndexInfo("unknown", 0, "server http://127.0.0.1:8000", 0, "remote")
+
+
+# answers that are refused
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ([], "the answer is no JSON object but list"),
+        ({"results": []}, """the answer has no "result", only ['results']"""),
+        ({"result": None}, '"result" of the answer cannot be NoneType'),
+        ({"result": [{}]}, "result[0] is no list but dict"),
+        ({"result": [["x"]]}, "result[0][0] is no JSON object but str"),
+        ({"result": [[PARIS, PARIS["document"]]]}, """result[0][1] has no "document", only ['contents', 'id']"""),
+        ({"result": [[{"document": PARIS["document"]}]]}, 'result[0][0] has no "score"'),
+        ({"result": [[{**PARIS, "score": "0.5"}]]}, '"score" of result[0][0] cannot be str'),
+        ({"result": [[{**PARIS, "score": True}]]}, '"score" of result[0][0] cannot be bool'),
+        ({"result": [[{**PARIS, "score": float("nan")}]]}, '"score" of result[0][0] is not a finite number'),
+        ({"result": [[{**PARIS, "score": float("inf")}]]}, '"score" of result[0][0] is not a finite number'),
+        ({"result": [[{**PARIS, "score": 10**400}]]}, '"score" of result[0][0] is not a finite number'),
+        (
+            {"result": [[{"document": {"id": "1", "content": "x"}, "score": 1.0}]]},
+            """result[0][0].document has no "contents", only ['content', 'id']""",
+        ),
+        (
+            {"result": [[{"document": {"contents": "x"}, "score": 1.0}]]},
+            'result[0][0].document has no "id"',
+        ),
+        (
+            {"result": [[{"document": {"id": "1", "title": "x"}, "score": 1.0}]]},
+            'result[0][0].document has no "contents"',
+        ),
+        (
+            {"result": [[{"document": {"id": "1", "contents": None}, "score": 1.0}]]},
+            '"contents" of result[0][0].document cannot be NoneType',
+        ),
+    ],
+)
+def test_a_wrong_shape_is_named_with_its_field_and_the_fix(server, value, named):
+    message = error_of(server, Reply([json.dumps(value).encode()]))
+    assert named in message
+    assert r'{"document": {"id": "0", "contents": "\"Title\"\ntext"}, "score": 0.8}' in message
+    assert "point retriever.url at a Search-R1 retrieval server" in message
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("lists", [[], [[PARIS], [PARIS]]])
+def test_every_query_needs_its_list(server, lists):
+    assert f'"result" has {len(lists)} lists for 1 queries' in error_of(server, answer(*lists))
+
+
+def test_html_is_quoted_up_to_200_characters(server):
+    page = "<html>\n" + "é" * 192 + "xyz"
+    message = error_of(server, Reply([page.encode()], kind="text/html"))
+    assert f"HTTP 200, text/html, but not JSON: {page[:200]!r};" in message and "xy" not in message
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe\xfa", b"[" * 100_000])
+def test_broken_json_is_refused(server, body):
+    assert "HTTP 200, application/json, but not JSON" in error_of(server, Reply([body]))
+
+
+@pytest.mark.parametrize("status", [301, 404, 422])
+def test_a_status_that_will_not_pass_is_not_retried(server, status):
+    message = error_of(server, Reply([b"no"], status=status, headers={"Location": "/elsewhere", "Retry-After": "0"}))
+    assert f"HTTP {status}, application/json, 'no'; point retriever.url" in message
+    assert len(server.requests) == 1
+
+
+def test_a_long_answer_is_refused(server):
+    reply = found(PARIS)
+    size = len(reply.chunks[0])
+    server.reply_with(reply)
+    assert RetrieverClient(server.url, max_answer_bytes=size).search(["a"], 1) == [[PARIS_PASSAGE]]
+    message = error_of(server, reply, max_answer_bytes=size - 1)
+    assert f"longer than {size - 1} bytes" in message and "retriever.top_k" in message
+
+
+def test_an_answer_without_end_is_not_read_to_its_end(server):
+    endless = Reply([b" " * 1000] * 100, gap_s=0.05)
+    start = time.monotonic()
+    assert "longer than 1500 bytes" in error_of(server, endless, max_answer_bytes=1500)
+    assert time.monotonic() - start < 1.0
+
+
+# retries
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+def test_a_passing_failure_is_retried(server, status):
+    busy = Reply([b"<html>"], status=status, kind="text/html")
+    server.reply_with(busy, busy, found(PARIS))
+    assert RetrieverClient(server.url).search(["a"], 1) == [[PARIS_PASSAGE]]
+    assert len(server.requests) == 3 and server.requests[0] == server.requests[2]
+
+
+def test_attempts_are_bounded(server):
+    page = "<h1>" + "x" * 3000
+    message = error_of(server, Reply([page.encode()], status=500, kind="text/html"))
+    assert f"HTTP 500, text/html, {page[:200]!r}; see the server's log (attempts: 5, retriever.timeout_s: 60)" in message
+    assert len(server.requests) == 5
+
+
+def test_the_pauses_double(server, monkeypatch):
+    monkeypatch.setattr(retriever.client, "FIRST_PAUSE_S", 0.04)
+    start = time.monotonic()
+    error_of(server, Reply([b""], status=500))
+    assert time.monotonic() - start > 0.3  # at least half of 0.04 + 0.08 + 0.16 + 0.32
+
+
+def test_retry_after_is_waited_for(server):
+    server.reply_with(Reply([b"busy"], status=503, headers={"Retry-After": "1"}), found(PARIS))
+    start = time.monotonic()
+    assert RetrieverClient(server.url).search(["a"], 1) == [[PARIS_PASSAGE]]
+    assert time.monotonic() - start >= 1.0
+
+
+def test_a_server_that_asks_to_come_back_is_asked_more_often(server):
+    busy = Reply([b"loading"], status=503, headers={"Retry-After": "0"})
+    server.reply_with(*[busy] * 7, found(PARIS))
+    assert RetrieverClient(server.url).search(["a"], 1) == [[PARIS_PASSAGE]]
+    assert len(server.requests) == 8
+
+
+@pytest.mark.parametrize("header", ["3600", "Fri, 01 Jan 2100 00:00:00 GMT"])
+def test_a_wait_beyond_the_time_limit_is_not_begun(server, header):
+    start = time.monotonic()
+    message = error_of(server, Reply([b"busy"], status=503, headers={"Retry-After": header}), timeout_s=2)
+    assert "'busy', asks to wait " in message and "(attempts: 1, retriever.timeout_s: 2)" in message
+    assert time.monotonic() - start < 1.0
+
+
+@pytest.mark.parametrize("header", ["soon", "-1", "9" * 5000])
+def test_a_retry_after_that_cannot_be_used_does_no_harm(server, header):
+    message = error_of(server, Reply([b"busy"], status=503, headers={"Retry-After": header}), timeout_s=2)
+    assert "HTTP 503" in message
+
+
+def test_a_silent_server_is_left_at_the_time_limit(server):
+    def slow(n, request):
+        server.stop.wait(1.5)
+        return found(PARIS)
+
+    server.script = slow
+    start = time.monotonic()
+    with pytest.raises(RetrieverError, match="no complete answer in time; raise retriever.timeout_s"):
+        RetrieverClient(server.url, timeout_s=0.2).search(["a"], 1)
+    assert 0.2 <= time.monotonic() - start < 1.0
+
+
+def test_a_trickling_server_is_left_at_the_time_limit(server):
+    start = time.monotonic()
+    assert "no complete answer in time" in error_of(server, Reply([b" "] * 100, gap_s=0.03), timeout_s=0.2)
+    assert 0.2 <= time.monotonic() - start < 1.0
+
+
+def test_retries_end_at_the_time_limit(server, monkeypatch):
+    monkeypatch.setattr(retriever.client, "FIRST_PAUSE_S", 0.1)
+    start = time.monotonic()
+    message = error_of(server, Reply([b"busy"], status=503, headers={"Retry-After": "0"}), timeout_s=0.3)
+    assert "retriever.timeout_s: 0.3" in message and 2 <= len(server.requests) <= 3
+    assert time.monotonic() - start < 1.0
+
+
+def test_an_answer_cut_off_is_asked_for_again(server):
+    whole = found(PARIS)
+    cut = Reply([whole.chunks[0][:20]], declared=len(whole.chunks[0]), close=True)
+    server.reply_with(cut, whole)
+    assert RetrieverClient(server.url).search(["a"], 1) == [[PARIS_PASSAGE]]
+    assert len(server.requests) == 2
+    assert "the connection failed" in error_of(server, cut)
+
+
+def test_a_refused_connection_names_url_key_and_fix(server):
+    url = f"http://127.0.0.1:{closed_port()}"
+    with pytest.raises(RetrieverError) as error:
+        RetrieverClient(url).search(["a"], 1)
+    refused = f"[Errno {errno.ECONNREFUSED}] {os.strerror(errno.ECONNREFUSED)}"
+    assert str(error.value) == (
+        f"{url}/retrieve: cannot connect ({refused}); start the retrieval server, "
+        "or set retriever.url to where it runs (attempts: 5, retriever.timeout_s: 60)"
+    )
+
+
+def test_a_server_that_starts_late_is_found(server, monkeypatch):
+    monkeypatch.setattr(retriever.client, "FIRST_PAUSE_S", 0.2)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        client = RetrieverClient(f"http://127.0.0.1:{listener.getsockname()[1]}")
+
+        def serve():
+            time.sleep(0.05)
+            listener.listen()
+            connection, _ = listener.accept()
+            with connection:
+                while b"return_scores" not in connection.recv(1 << 16):
+                    pass
+                body = found(PARIS).chunks[0]
+                connection.sendall(b"HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n" + body)
+
+        with ThreadPoolExecutor(1) as pool:
+            served = pool.submit(serve)
+            assert client.search(["a"], 1) == [[PARIS_PASSAGE]]
+            served.result()
+
+
+def test_retries_leave_the_seeded_generator_alone(server):
+    state = random.getstate()
+    server.reply_with(Reply([b""], status=503), found(PARIS))
+    RetrieverClient(server.url).search(["a"], 1)
+    assert random.getstate() == state
+
+
+# connections
+
+
+def test_the_connection_is_kept(server):
+    client = RetrieverClient(server.url)
+    server.reply_with(found(PARIS), Reply([b"busy"], status=503), found(PARIS))
+    client.search(["a"], 1)
+    client.search(["b"], 1)
+    assert len(server.requests) == 3 and len(server.connections) == 1
+
+
+def test_a_connection_that_the_server_closed_is_replaced(server):
+    whole = found(PARIS)
+    whole.close = True
+    server.reply_with(whole)
+    client = RetrieverClient(server.url)
+    for _ in range(3):
+        assert client.search(["a"], 1) == [[PARIS_PASSAGE]]
+        time.sleep(0.02)
+    assert len(server.requests) == 3 and len(server.connections) == 3
+
+
+def test_threads_get_their_own_answers(server):
+    def echo(n, request):
+        return answer(*[[{"document": {"id": q, "contents": q}, "score": 1.0}] for q in request["queries"]])
+
+    server.script = echo
+    client = RetrieverClient(server.url)
+    with ThreadPoolExecutor(12) as pool:
+        results = list(pool.map(lambda n: client.search([f"q{n}", f"r{n}"], 1), range(60)))
+    assert results == [[[Passage(f"{name}{n}", "", f"{name}{n}", 1.0)] for name in "qr"] for n in range(60)]
+
+
+def test_proxy_settings_are_not_used(server, monkeypatch):
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{closed_port()}")
+    monkeypatch.setenv("no_proxy", "")
+    assert RetrieverClient(server.url).search(["a"], 1) == [[PARIS_PASSAGE]]
+
+
+# settings
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "127.0.0.1:8000", "localhost:8000", "ftp://h", "file:///etc/hosts", "http://", "http:///retrieve",
+     "http://h:99999", "http://a b", "http://h/?topk=3", "http://h/#x"],
+)  # fmt: skip
+def test_only_http_urls(url):
+    with pytest.raises(RetrieverError, match=r"retriever\.url = '.*' is no server address; write it as http://"):
+        RetrieverClient(url)
+
+
+def test_a_password_is_not_repeated():
+    with pytest.raises(RetrieverError, match=r"retriever\.url holds a user name or password") as error:
+        RetrieverClient("http://me:secret@h:8000")
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("k", [0, -1])
+def test_k_is_at_least_one(server, k):
+    for queries in ([], ["a"]):
+        with pytest.raises(ValueError, match=f"k must be at least 1, got {k}"):
+            RetrieverClient(server.url).search(queries, k)
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    "setting", [{"timeout_s": 0}, {"timeout_s": float("nan")}, {"max_query_chars": 0}, {"max_answer_bytes": 0}]
+)
+def test_limits_are_positive(setting):
+    with pytest.raises(ValueError, match="must be positive"):
+        RetrieverClient("http://127.0.0.1:8000", **setting)

@@ -1,0 +1,169 @@
+"""The scripts end to end, on a world and a policy small enough for seconds."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import evaluate
+import train
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = [
+    "world.entities=60", "world.distractors=12", "world.pool_words=12", "world.train_questions=60",
+    "world.heldout_questions=20", "warm_start.vocab_size=420", "warm_start.hidden_size=64",
+    "warm_start.intermediate_size=128", "warm_start.heads=2", "warm_start.demonstrations=2400", "world.hop_shares=[1.0]",
+    "rollout.questions_per_step=4", "rollout.group_size=4", "rollout.max_turn_tokens=30",
+    "optim.minibatch_responses=8", "optim.steps=4", "eval.questions=12", "eval.every_steps=2", "eval.fault_free=false",
+    "checkpoint.every_steps=2", "checkpoint.keep=null", "model.threads=1", "logging.trajectories_every_steps=2",
+]  # fmt: skip
+
+
+def arguments(tmp_path, *more):
+    return ["--config", str(ROOT / "configs" / "quickstart.yaml"), f"output_dir={tmp_path}", *SMALL, *more]
+
+
+def weights(run, step):
+    return load_file(run / "checkpoints" / f"step_{step}" / "model" / "model.safetensors")
+
+
+def rows(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run of four steps."""
+    folder = tmp_path_factory.mktemp("runs")
+    assert train.main(arguments(folder, "name=whole")) == 0
+    return folder / "whole"
+
+
+def test_a_run_leaves_everything_it_promises(whole):
+    assert [row["step"] for row in rows(whole)] == [0, 1, 2, 3, 4]
+    record = json.loads((whole / "run.json").read_text())
+    assert (record["status"], record["steps_done"]) == ("finished", 4)
+    assert {p.name for p in (whole / "eval").glob("*.json")} == {
+        f"step_{step}_{decoding}.json" for step in (0, 2, 4) for decoding in ("greedy", "sampled")
+    }
+    assert (whole / "report.html").stat().st_size > 10_000 and (whole / "config.yaml").is_file()
+    assert len((whole / "trajectories" / "step_2.jsonl").read_text().splitlines()) == 16
+    last = rows(whole)[-1]
+    for name in (
+        "reward/f1", "reward/em", "rollout/searches", "rollout/turns", "rollout/truncated_frac", "rollout/invalid_frac",
+        "rollout/tokens_per_s", "group/zero_std_frac", "loss/policy", "loss/drift_penalty", "policy/ratio_mean",
+        "policy/ratio_min", "policy/ratio_p01", "policy/positive_ratio_p01", "policy/clip_frac", "policy/gate_frac",
+        "policy/entropy_nats", "policy/approx_kl", "policy/engine_mismatch", "optim/grad_norm", "optim/lr",
+        "time/rollout_s", "time/retrieval_s", "time/update_s", "memory/peak_bytes", "eval/heldout/em",
+    ):  # fmt: skip
+        assert name in last, name
+    documented = (ROOT / "docs" / "metrics.md").read_text()
+    for name in last:
+        general = "eval/<benchmark>/" + name.split("/")[-1].removesuffix("_sampled") if name.startswith("eval/") else name
+        assert name == "step" or f"`{general}`" in documented, f"docs/metrics.md does not define {name}"
+
+
+def test_training_changes_the_weights_and_the_engine_agrees_with_the_trainer(whole):
+    assert any(not torch.equal(weights(whole, 2)[name], weights(whole, 4)[name]) for name in weights(whole, 2))
+    for row in rows(whole)[1:]:
+        assert row["policy/engine_mismatch"] < 1e-5
+
+
+def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(whole):
+    folder = whole.parent
+    assert train.main(arguments(folder, "name=resumed", "optim.steps=2")) == 0
+    assert train.main(arguments(folder, "name=resumed", "--resume")) == 0
+    resumed = folder / "resumed"
+    for name, tensor in weights(whole, 4).items():
+        assert torch.equal(tensor, weights(resumed, 4)[name]), name
+    timeless = [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "memory/")) and k != "rollout/tokens_per_s"}
+        for row in rows(whole)
+    ]
+    assert timeless == [{k: row[k] for k in expected} for row, expected in zip(rows(resumed), timeless, strict=True)]
+
+
+def test_a_finished_run_says_so_and_is_never_overwritten(whole, capsys):
+    before = (whole / "metrics.jsonl").read_bytes()
+    assert train.main(arguments(whole.parent, "name=whole", "--resume")) == 0
+    assert "is finished: 4 steps" in capsys.readouterr().out
+    assert train.main(arguments(whole.parent, "name=whole")) == 1
+    assert "--resume" in capsys.readouterr().err
+    assert train.main(arguments(whole.parent, "name=whole", "--resume", "loss.gamma=0")) == 1
+    assert "loss.gamma" in capsys.readouterr().err
+    assert (whole / "metrics.jsonl").read_bytes() == before
+
+
+def test_grpo_and_sapo_differ_in_one_line_of_the_config(whole):
+    assert train.main(arguments(whole.parent, "name=grpo", "loss.gamma=0", "optim.steps=2")) == 0
+    grpo, sapo = rows(whole.parent / "grpo"), rows(whole)
+    assert grpo[1]["reward/f1"] == sapo[1]["reward/f1"]  # the same rollouts
+    assert grpo[1]["loss/drift_penalty"] == 0.0
+    assert any(row["loss/drift_penalty"] > 0 for row in sapo[1:])
+
+
+def test_evaluate_reports_before_and_after_and_reuses_results(whole, capsys):
+    assert evaluate.main(["--run", str(whole)]) == 0
+    out = capsys.readouterr().out
+    before, after = (rows(whole)[i]["eval/heldout/em"] for i in (0, -1))
+    assert out.splitlines()[-1] == f"held-out EM: before {before:.3f} after {after:.3f} (greedy, n=12)"
+    assert (whole / "eval" / "no_retrieval_greedy.json").is_file()
+    stamp = (whole / "eval" / "step_4_greedy.json").stat().st_mtime_ns
+    assert evaluate.main(["--run", str(whole), "--json"]) == 0
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert {row["label"] for row in results} == {"before", "after 4 steps", "after, nothing retrieved"}
+    assert (whole / "eval" / "step_4_greedy.json").stat().st_mtime_ns == stamp
+
+
+def test_evaluate_takes_other_questions(whole, tmp_path, capsys):
+    data = tmp_path / "mine.jsonl"
+    data.write_text('{"id": 1, "question": "who", "golden_answers": ["x"]}\n' * 3)
+    assert evaluate.main(["--run", str(whole), "--data", str(data), "--decoding", "greedy", "--json"]) == 0
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert [row["n"] for row in results] == [3, 3]
+    assert len((whole / "eval" / "mine_step_4_greedy.predictions.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (["optim.minibatch_responses=7"], "optim.minibatch_responses = 7"),
+        (["optim.minibatch=8"], "did you mean 'optim.minibatch_responses'"),
+        (["retriever.url=http://127.0.0.1:9"], "127.0.0.1:9"),
+        (["warm_start=null", "model.path=/no/such/folder"], "/no/such/folder"),
+    ],
+)
+def test_bad_settings_are_one_paragraph_before_any_work(tmp_path, capsys, override, message):
+    assert train.main(arguments(tmp_path, "name=bad", "--dry-run", *override)) == 1
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+    assert not (tmp_path / "bad").exists()
+
+
+def test_a_dry_run_of_the_paper_settings_stops_only_at_what_is_not_here(tmp_path, capsys):
+    assert train.main(["--config", str(ROOT / "configs" / "qwen7b.yaml"), "--dry-run", f"output_dir={tmp_path}"]) == 1
+    assert "data/" in capsys.readouterr().err
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_a_report(whole):
+    folder = whole.parent
+    command = [sys.executable, "train.py", *arguments(folder, "name=stopped", "optim.steps=500", "eval.every_steps=null")]
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE)
+    run = folder / "stopped"
+    for _ in range(600):
+        if (run / "metrics.jsonl").is_file() and len(rows(run)) > 2:
+            break
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) == 0
+    record = json.loads((run / "run.json").read_text())
+    done = record["steps_done"]
+    assert record["status"] == "interrupted" and 2 <= done < 500
+    assert (run / "checkpoints" / f"step_{done}" / "state.json").is_file() and (run / "report.html").is_file()
