@@ -1,8 +1,8 @@
 """Asks a retrieval server that speaks Search-R1's protocol over HTTP.
 
 Request: POST {url}/retrieve with {"queries": ["..."], "topk": 3, "return_scores": true}.
-Answer: {"result": [[{"document": {"id": "0", "contents": "\\"Title\\"\\ntext"}, "score": 0.8}, ...], ...]}, one list for
-each query, best first. Search-R1's BM25 server sends documents of `title`, `text` and `contents`, without `id`.
+Answer: {"result": [[{"document": {"id": "0", "contents": "\\"Title\\"\\ntext"}, "score": 0.8}, ...], ...]}, one list
+for each query, best first. Search-R1's BM25 server sends documents of `title`, `text` and `contents`, without `id`.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ class RetrieverClient:
     """Search over HTTP; satisfies `Retriever`. Connections are kept open; threads may share it.
 
     url: base URL of the server, with or without /retrieve. Proxy settings of the environment are not used.
-    timeout_s: seconds for one `search`, retries included. A refused or broken connection and the statuses 408, 429, 500,
-    502, 503 and 504 are retried with back-off, at most 5 attempts; while the server sends Retry-After, as long as
-    timeout_s allows. max_query_chars: characters of a query that are sent; the rest is dropped.
-    max_answer_bytes: a longer answer is refused.
+    timeout_s: seconds for one `search`, retries included. A refused or broken connection and the statuses 408, 429,
+    500, 502, 503 and 504 are retried with back-off, at most 5 attempts; while the server sends Retry-After, as long as
+    timeout_s allows. An answer that begins late and then stalls can take up to twice timeout_s.
+    max_query_chars: characters of a query that are sent; the rest is dropped. max_answer_bytes: a longer answer is
+    refused.
     Raises RetrieverError for a URL that is not http or https; ValueError for a limit that is not positive.
     """
 
@@ -102,7 +103,7 @@ class RetrieverClient:
         return IndexInfo("unknown", passages=0, encoder=f"server {self._base_url}", dim=0, index_type="remote")
 
     def _post(self, body: bytes) -> Any:
-        """Return the JSON value answered to `body`, retrying until an attempt succeeds, the last fails or time is up."""
+        """Return the JSON value answered to `body`; retry until one attempt succeeds, the last fails or time is up."""
         deadline = time.monotonic() + self._timeout_s
         uninvited = 0  # failures after which the server did not ask to come back
         for attempt in itertools.count(1):

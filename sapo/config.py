@@ -42,18 +42,12 @@ class ModelSettings(Section):
     """Hugging Face folder or hub id of the policy. Empty: the model that `warm_start` makes."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights in the forward and backward pass. bfloat16 is slower than float32 on most CPUs."""
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention kernel; flash_attention_2 needs a GPU, its own package and bfloat16."""
+    attn_implementation: Literal["sdpa", "eager"] = "sdpa"
+    """Attention kernel of training and generation; both take the per-row masks that the engine needs."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: about a third more time for far less memory."""
     threads: Count | None = None
     """CPU threads of each process; null leaves torch's default. With one process per core, 1 is fastest."""
-
-    @model_validator(mode="after")
-    def _flash_needs_half(self) -> ModelSettings:
-        if self.attn_implementation == "flash_attention_2" and self.dtype != "bfloat16":
-            raise ValueError("model.attn_implementation flash_attention_2 works only with model.dtype bfloat16")
-        return self
 
 
 class DataSettings(Section):

@@ -67,8 +67,8 @@ class WarmStartSettings(BaseModel):
     lr: float = Field(1e-2, gt=0, description="peak AdamW learning rate of everything else")
     warmup_steps: int = Field(50, ge=0, description="steps of linear warm-up; linear decay to zero follows")
     document_weight: float = Field(0.3, ge=0, le=1, description="loss weight of a document token; a turn token has 1")
-    stop_early: float = Field(0.6, ge=0, le=1, description="probability, per hop but the last, of answering too soon")
-    wrong_relation: float = Field(0.15, ge=0, le=1, description="probability, per search, of asking for another fact")
+    stop_early: float = Field(0.6, ge=0, le=1, description="probability of answering after the first of several hops")
+    wrong_relation: float = Field(0.1, ge=0, le=1, description="probability, per search, of asking for another fact")
     guess: float = Field(0.05, ge=0, le=1, description="probability of answering without a search")
 
     @model_validator(mode="after")
@@ -108,7 +108,7 @@ def demonstrate(
         found = next(fact for fact in facts if fact.relation is asked)
         thought = passage_text([found]).removesuffix(".")  # quoting the evidence makes the copy that follows easy
         subject = found.object
-        if asked is not relation or (faults and hop < len(path) and rng.random() < settings.stop_early):
+        if asked is not relation or (faults and hop == 1 < len(path) and rng.random() < settings.stop_early):
             break
     return [*pieces, _answer_turn(thought, subject)]
 
@@ -197,7 +197,7 @@ def make_model(settings: WarmStartSettings, tokenizer: PreTrainedTokenizerBase) 
 
 
 def weighted_loss(model: Qwen2ForCausalLM, input_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the weighted mean of the next-token loss, in nats.
+    """Return the weighted sum of the next-token loss, in nats.
 
     input_ids [B, T] int64, right-padded · weights [B, T] float32, of the token at the same place, 0 on padding. Causal
     attention without a padding mask is exact here: no weighted token comes after padding.
@@ -206,7 +206,7 @@ def weighted_loss(model: Qwen2ForCausalLM, input_ids: torch.Tensor, weights: tor
     weight = weights[:, 1:]
     counted = weight > 0
     losses = F.cross_entropy(model.lm_head(hidden[counted]), input_ids[:, 1:][counted], reduction="none")
-    return (losses * weight[counted]).sum() / weight.sum()
+    return (losses * weight[counted]).sum()
 
 
 def fit(
@@ -240,8 +240,11 @@ def fit(
             rows = sorted(draw(count), key=lambda row: len(row[0]))
             batches = [rows[i : i + settings.batch_size] for i in range(0, count, settings.batch_size)]
             rng.shuffle(batches)
+            # One norm for all batches of a draw: its own weight would count the tokens of a short batch for more, and
+            # so teach a guess more often than it is demonstrated.
+            norm = sum(sum(weights) for _, weights in rows) / len(batches)
         input_ids, weights = _pad(batches.pop(), model.config.pad_token_id)
-        loss = weighted_loss(model, input_ids, weights)
+        loss = weighted_loss(model, input_ids, weights) / norm
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, schedule in zip(optimizers, schedules):

@@ -29,11 +29,12 @@ def test_any_row_order_equals_a_scalar_loop():
     assert group_advantages(rewards, ids, group_size=5).tolist() == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0, 2 / 3, 0.1])
+@pytest.mark.parametrize("size", [5, 6, 7, 10, 12])
+@pytest.mark.parametrize("value", [0.0, 1.0, 2 / 3, 6 / 7, 0.3, 0.1])  # the mean of some is not the value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_equal_rewards_give_exactly_zero(value, dtype):
-    rewards = torch.full((10,), value, dtype=dtype)
-    assert group_advantages(rewards, ["q"] * 10, group_size=10).tolist() == [0.0] * 10
+def test_equal_rewards_give_exactly_zero(value, size, dtype):
+    rewards = torch.full((size,), value, dtype=dtype)
+    assert group_advantages(rewards, ["q"] * size, group_size=size).tolist() == [0.0] * size
 
 
 def test_nearly_equal_rewards_do_not_give_zero():

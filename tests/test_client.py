@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -55,7 +56,8 @@ class Server:
     paths: list[str] = field(default_factory=list)
     requests: list[dict] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
-    connections: set[int] = field(default_factory=set)
+    connections: set[int] = field(default_factory=set)  # ports of the client
+    left: set[int] = field(default_factory=set)  # those it closed before the server had sent everything
 
     def reply_with(self, *replies: Reply) -> None:
         """Send the replies in turn, the last one from then on."""
@@ -95,7 +97,9 @@ def running():
 
     class HttpServer(ThreadingHTTPServer):
         def handle_error(self, request, client_address):
-            if not isinstance(sys.exc_info()[1], ConnectionError):  # clients leave: that is what some tests are about
+            if isinstance(sys.exc_info()[1], ConnectionError):
+                state.left.add(client_address[1])
+            else:
                 super().handle_error(request, client_address)
 
     with HttpServer(("127.0.0.1", 0), Handler) as http_server:
@@ -111,7 +115,7 @@ def running():
 @pytest.fixture
 def server(running, monkeypatch):
     monkeypatch.setattr(retriever.client, "FIRST_PAUSE_S", 0.002)
-    for seen in (running.requests, running.paths, running.kinds, running.connections):
+    for seen in (running.requests, running.paths, running.kinds, running.connections, running.left):
         seen.clear()
     running.script = Server.script
     return running
@@ -285,11 +289,14 @@ def test_a_long_answer_is_refused(server):
     assert f"longer than {size - 1} bytes" in message and "retriever.top_k" in message
 
 
-def test_an_answer_without_end_is_not_read_to_its_end(server):
-    endless = Reply([b" " * 1000] * 100, gap_s=0.05)
+def test_the_connection_of_a_long_answer_is_closed_at_the_limit(server):
+    server.reply_with(Reply([b" " * 1000] * 100, gap_s=0.02))
     start = time.monotonic()
-    assert "longer than 1500 bytes" in error_of(server, endless, max_answer_bytes=1500)
-    assert time.monotonic() - start < 1.0
+    with pytest.raises(RetrieverError) as error:  # held to the end: it keeps the frames and with them the response
+        RetrieverClient(server.url, max_answer_bytes=1500).search(["a"], 1)
+    while not server.connections <= server.left and time.monotonic() - start < 1.0:
+        time.sleep(0.01)
+    assert server.connections <= server.left and "longer than 1500 bytes" in str(error.value)
 
 
 # retries
@@ -306,7 +313,7 @@ def test_a_passing_failure_is_retried(server, status):
 def test_attempts_are_bounded(server):
     page = "<h1>" + "x" * 3000
     message = error_of(server, Reply([page.encode()], status=500, kind="text/html"))
-    assert f"HTTP 500, text/html, {page[:200]!r}; see the server's log (attempts: 5, retriever.timeout_s: 60)" in message
+    assert f"HTTP 500, text/html, {page[:200]!r}; see the server's log (attempts: 5, " in message
     assert len(server.requests) == 5
 
 
@@ -331,8 +338,9 @@ def test_a_server_that_asks_to_come_back_is_asked_more_often(server):
     assert len(server.requests) == 8
 
 
-@pytest.mark.parametrize("header", ["3600", "Fri, 01 Jan 2100 00:00:00 GMT"])
-def test_a_wait_beyond_the_time_limit_is_not_begun(server, header):
+@pytest.mark.parametrize("as_date", [False, True])
+def test_a_wait_beyond_the_time_limit_is_not_begun(server, as_date):
+    header = formatdate(time.time() + 5, usegmt=True) if as_date else "5"
     start = time.monotonic()
     message = error_of(server, Reply([b"busy"], status=503, headers={"Retry-After": header}), timeout_s=2)
     assert "'busy', asks to wait " in message and "(attempts: 1, retriever.timeout_s: 2)" in message

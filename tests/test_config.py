@@ -123,7 +123,7 @@ def test_a_wrong_key_names_its_file(tmp_path):
         ),
         (
             "model.attn_implementation=flash_attention_2",
-            "model.attn_implementation flash_attention_2 works only with model.dtype bfloat16",
+            "'model.attn_implementation' is \"flash_attention_2\": input should be 'sdpa' or 'eager'",
         ),
     ],
 )

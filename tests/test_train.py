@@ -167,3 +167,23 @@ def test_ctrl_c_leaves_a_checkpoint_and_a_report(whole):
     done = record["steps_done"]
     assert record["status"] == "interrupted" and 2 <= done < 500
     assert (run / "checkpoints" / f"step_{done}" / "state.json").is_file() and (run / "report.html").is_file()
+
+
+def test_two_processes_train_as_one(whole):
+    """The same rollouts, losses and weights, through the launch command of `make quickstart-2`."""
+    folder = whole.parent
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", "configs/accelerate_2cpu.yaml",
+        "--main_process_port", "0", "train.py", *arguments(folder, "name=two", "optim.steps=2"),
+    ]  # fmt: skip
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)
+    assert json.loads((folder / "two" / "run.json").read_text())["world_size"] == 2
+    one, two = rows(whole), rows(folder / "two")
+    for name in ("reward/mean", "rollout/searches", "eval/heldout/em"):
+        assert [row.get(name) for row in two] == [row.get(name) for row in one[:3]], name
+    for name in ("loss/policy", "loss/drift_penalty", "optim/grad_norm", "policy/ratio_p01", "policy/entropy_nats"):
+        assert two[1][name] == pytest.approx(one[1][name], rel=1e-4, abs=1e-7), name
+    difference = sum((weights(whole, 2)[n] - w).double().square().sum() for n, w in weights(folder / "two", 2).items())
+    size = sum(w.double().square().sum() for w in weights(whole, 2).values())
+    assert (difference / size).sqrt() < 1e-4
