@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import random
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from sapo.batch import Minibatch, plan_step
@@ -25,6 +25,8 @@ VOCABULARY, QUESTIONS, GROUP_SIZE = 61, 5, 2  # five questions: two ranks hold d
 # Of both signs, but their sum is far from 0: the relative error of a loss that cancels would measure nothing.
 ADVANTAGES = (1.1, -0.4, 0.7, -0.6, 0.0, 1.9, -0.2, 1.6, 1.4, 0.5)
 OFFSETS = (0.3, -0.05, 0.05, -0.3, 1.2)  # old - new log-ratio: no token within 1e-4 of a gate or clip edge
+
+MAX_GRAD_NORM = 0.3  # clips every update
 
 
 def tiny_model(dtype: torch.dtype) -> PreTrainedModel:
@@ -56,8 +58,8 @@ def trajectories(policy: Policy) -> list[Trajectory]:
             logprobs = policy(torch.tensor([ids]), torch.tensor([[0] * prompt + mask]))[0][0, prompt:].tolist()
         made.append(
             Trajectory(
-                question=Question(f"q{index // GROUP_SIZE}", "", ()), sample=index % GROUP_SIZE, prompt_ids=ids[:prompt],
-                response_ids=ids[prompt:], loss_mask=mask, turns=(), answer=None,
+                question=Question(f"q{index // GROUP_SIZE}", "", ()), sample=index % GROUP_SIZE,
+                prompt_ids=ids[:prompt], response_ids=ids[prompt:], loss_mask=mask, turns=(), answer=None,
                 sampling_logprobs=[lp + OFFSETS[(index + t) % len(OFFSETS)] for t, lp in enumerate(logprobs)],
             )
         )
@@ -84,62 +86,65 @@ def plan(dist: Distributed, policy: Policy, rows: int, minibatch_responses: int)
     )
 
 
-def run(dist: Distributed, *, rows: int, max_grad_norm: float = 0.0) -> dict[str, Any]:
-    """Make one update on the whole step, then three on its minibatches, one of them with a NaN on the last rank.
+def run(dist: Distributed, rows: int) -> dict[str, Any]:
+    """Make one update on the whole step, then three on its minibatches, one with an infinite loss on the last rank.
 
-    rows: responses per micro-batch. Returns loss, gradient (as the optimiser sees it) and norm of the first update, and
-    the weights after all; then those after one more update, made by this updater and by one restored from its files.
+    rows: responses per micro-batch. Returns loss, gradient (before and, without ZeRO, after clipping) and norm of the
+    first update, and the weights after all; then those after one more update, made by this updater and by one restored
+    from its files.
     """
     policy = Policy(tiny_model(dist.weights_dtype), head_chunk_tokens=16)
     whole, halves = plan(dist, policy, rows, 10), plan(dist, policy, rows, 5)
     # a large eps: with the usual one a gradient of rounding noise moves a weight by the learning rate
-    updater = Updater(dist, policy, eps=1e-3, max_grad_norm=max_grad_norm)
+    settings = dict(eps=1e-3, max_grad_norm=MAX_GRAD_NORM)
+    updater = Updater(dist, policy, **settings)
     gradient: dict[str, torch.Tensor] = {}
+    clipped: dict[str, torch.Tensor] = {}
     losses: list[torch.Tensor] = []
 
-    def record(*_: Any) -> None:
-        for name, parameter in updater.policy.named_parameters():
-            gradient.setdefault(name, full_gradient(dist, parameter))
+    def record(into: dict[str, torch.Tensor]) -> None:
+        if not into:  # of the first update
+            into |= {name: full_gradient(dist, p) for name, p in updater.policy.named_parameters()}
 
     if dist.zero_stage:
         step = updater.model.step
-        updater.model.step = lambda: (record(), step())
+        updater.model.step = lambda: (record(gradient), step())
     else:
-        updater.optimizer.register_step_pre_hook(record)
+        clip = nn.utils.clip_grad_norm_
+        nn.utils.clip_grad_norm_ = lambda *arguments: (record(gradient), clip(*arguments))[1]
+        updater.optimizer.register_step_pre_hook(lambda *_: record(clipped))
 
-    def share(model: torch.nn.Module, item: tuple[Minibatch, Batch]) -> torch.Tensor:
-        minibatch, batch = item
+    def share(model: nn.Module, item: tuple[Minibatch, Batch, bool]) -> torch.Tensor:
+        minibatch, batch, infinite = item
         logprobs, entropy = model(batch.input_ids, batch.loss_mask, 0.9, True)
         loss = policy_loss(
             logprobs, batch.sampling_logprobs, batch.advantages, batch.loss_mask, minibatch.counts,
             ref_logprobs=batch.sampling_logprobs, ref_kl_coef=0.1, entropy=entropy, entropy_coef=0.01,
         ).loss
         losses.append(loss.detach())
-        return loss
+        return loss + float("inf") if infinite else loss  # its gradient stays finite
 
-    def update(minibatch: Minibatch, poison: bool = False) -> float:
-        batches = minibatch.micro_batches
-        if poison and dist.rank == dist.world_size - 1:
-            batches = [replace(batches[0], advantages=batches[0].advantages * float("nan"))] + batches[1:]
-        return updater.update([(minibatch, batch) for batch in batches], share, lr=1e-3)
+    def update(updater: Updater, minibatch: Minibatch, infinite: bool = False) -> float:
+        infinite = infinite and dist.rank == dist.world_size - 1
+        return updater.update([(minibatch, batch, infinite) for batch in minibatch.micro_batches], share, lr=1e-3)
 
-    norms = [update(whole[0])]
+    norms = [update(updater, whole[0])]
     loss = dist.reduce({"loss": float(sum(losses))})["loss"]
-    norms += [update(halves[0]), update(halves[1], poison=True), update(halves[1])]
+    norms += [update(updater, halves[0]), update(updater, halves[1], infinite=True), update(updater, halves[1])]
     weights = copy_of(updater.state_dict())
 
     with tempfile.TemporaryDirectory() as folder:  # a new updater goes on where this one was saved
         folder = Path(dist.gather_objects(folder)[0])
         updater.save(folder)
-        resumed = Updater(dist, Policy(tiny_model(dist.weights_dtype), 16), eps=1e-3, max_grad_norm=max_grad_norm)
+        resumed = Updater(dist, Policy(tiny_model(dist.weights_dtype), 16), **settings)
         if not dist.zero_stage:
             resumed.policy.model.load_state_dict(weights)
         resumed.load(folder)
         for each in (updater, resumed):
-            each.update([(whole[0], batch) for batch in whole[0].micro_batches], share, lr=1e-3)
+            update(each, whole[0])
         dist.barrier()
     return {
-        "loss": loss, "gradient": gradient, "norms": norms, "weights": weights,
+        "loss": loss, "gradient": gradient, "clipped": clipped, "norms": norms, "weights": weights,
         "after": copy_of(updater.state_dict()), "resumed": copy_of(resumed.state_dict()),
         "counts": [minibatch.counts for minibatch in whole + halves],
         "sizes": [len(minibatch.micro_batches) for minibatch in whole + halves],
@@ -152,7 +157,7 @@ def copy_of(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in weights.items()}
 
 
-def full_gradient(dist: Distributed, parameter: torch.nn.Parameter) -> torch.Tensor:
+def full_gradient(dist: Distributed, parameter: nn.Parameter) -> torch.Tensor:
     if dist.zero_stage:
         from deepspeed.utils import safe_get_full_grad
 
@@ -166,14 +171,13 @@ def main() -> None:
     parser.add_argument("--zero-stage", type=int, default=0)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rows", type=int, nargs="+", default=[8], help="responses per micro-batch")
-    parser.add_argument("--max-grad-norm", type=float, default=0.0)
     parser.add_argument("--offload-optimizer", action="store_true")
     args = parser.parse_args()
     dist = setup(
-        zero_stage=args.zero_stage, dtype=args.dtype, max_grad_norm=args.max_grad_norm,
+        zero_stage=args.zero_stage, dtype=args.dtype, max_grad_norm=MAX_GRAD_NORM,
         offload_optimizer=args.offload_optimizer,
     )
-    results = [run(dist, rows=rows, max_grad_norm=args.max_grad_norm) for rows in args.rows]
+    results = [run(dist, rows) for rows in args.rows]
     if dist.is_main:
         torch.save(results, args.out)
     dist.end()

@@ -12,6 +12,7 @@ machine multiplies matrices of this model's shapes, measured in the same run. Th
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import tempfile
@@ -62,13 +63,13 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     quieten()
     with tempfile.TemporaryDirectory() as folder:
-        settings = ["eval.fault_free=false", "eval.at_start=false", "eval.every_steps=null", "eval.questions=8",
+        settings = ["eval.fault_free=false", "eval.at_start=false", "eval.every_steps=null",
                     "checkpoint.every_steps=null", "logging.console=false", f"optim.steps={options.steps + 1}"]  # fmt: skip
         config = load_config("configs/quickstart.yaml", [*settings, *options.overrides])
         dist = setup(seed=config.seed)
         if config.model.threads is not None:
             torch.set_num_threads(config.model.threads)
-        sources = load_sources(config)
+        sources = dataclasses.replace(load_sources(config), heldout=[])  # no evaluation inside the measurement
         start = train.prepare_models(config, dist)["start_model"]
         config = config.model_copy(update={"output_dir": train.Path(folder)})
         retriever = connect_retriever(config, sources)
@@ -83,7 +84,6 @@ def main() -> None:
         timed(retriever, "search", "retrieval", seconds)
         timed(train, "plan_step", "building batches", seconds)
         timed(train, "step_metrics", "metrics", seconds)
-        timed(train, "evaluate", "evaluation (not counted)", seconds)
         timed(train, "save_checkpoint", "checkpoint (not counted)", seconds)
         with MetricsLogger(config.run_dir, config.optim.steps, console=False) as logger, train.StopRequest() as stop:
             rows: list[dict[str, float]] = []

@@ -31,8 +31,8 @@ def group_advantages(rewards: Sequence[float] | Tensor, group_ids: Sequence[str]
     for group_id, rows in groups.items():
         if len(rows) != group_size:
             raise ValueError(
-                f"question {group_id!r} has {len(rows)} responses, the group size is {group_size}: question ids must be "
-                "unique in the data set and every sample of a question must be on the same rank"
+                f"question {group_id!r} has {len(rows)} responses, the group size is {group_size}: question ids must "
+                "be unique in the data set and every sample of a question must be on the same rank"
             )
     if not groups:
         return rewards

@@ -28,11 +28,13 @@ class Minibatch:
     counts: Counts
 
 
-def make_batch(trajectories: Sequence[Trajectory], advantages: Sequence[float], device: str | torch.device = "cpu") -> Batch:
+def make_batch(
+    trajectories: Sequence[Trajectory], advantages: Sequence[float], device: str | torch.device = "cpu"
+) -> Batch:
     """Lay trajectories out as one right-padded batch, T = the longest. advantages: one per trajectory.
 
     Ids are padded with 0 and every mask is set by position, so no id has a special meaning here.
-    Raises ValueError when a trajectory's response lists differ in length.
+    Raises ValueError when a trajectory's response lists differ in length or its prompt is empty.
     """
     lengths = [len(t.prompt_ids) + len(t.response_ids) for t in trajectories]
     shape = (len(trajectories), max(lengths))
@@ -44,6 +46,10 @@ def make_batch(trajectories: Sequence[Trajectory], advantages: Sequence[float], 
                 f"sample {trajectory.sample} of question {trajectory.question.id!r} has {len(trajectory.response_ids)} "
                 f"response ids, {len(trajectory.loss_mask)} mask entries and {len(trajectory.sampling_logprobs)} "
                 "logprobs: each response token needs one of each"
+            )
+        if not trajectory.prompt_ids:
+            raise ValueError(
+                f"question {trajectory.question.id!r} has an empty prompt: its first sampled token follows nothing"
             )
         response = slice(len(trajectory.prompt_ids), length)
         input_ids[row, :length] = torch.tensor(trajectory.ids)

@@ -7,10 +7,12 @@ minibatch is the plain sum over micro-batches and ranks, whatever the backend.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import math
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,13 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs, set_seed
+from accelerate.utils import (
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+    set_seed,
+)
 from torch import Tensor, nn
 
 from sapo.policy import Policy
@@ -82,6 +90,11 @@ class Distributed:
         """Leave the process group; call it once, last."""
         self.barrier()
         self.accelerator.end_training()
+        if self.world_size > 1:
+            # gloo's threads drop the tensors of the last collective a moment later; an interpreter that is shutting
+            # down by then ends in an abort
+            gc.collect()
+            time.sleep(0.2)
 
 
 def setup(
@@ -95,20 +108,20 @@ def setup(
     """Join the processes that the launcher started (none: a run of one process) and seed all generators.
 
     zero_stage: 1-3 shard with DeepSpeed, from a configuration built here, whatever the launcher; 0 is DDP.
-    dtype: of the computation. bfloat16 keeps float32 master weights, by ZeRO or by autocast; float64 needs zero_stage 0.
+    dtype: of the computation. bfloat16 keeps float32 master weights, by ZeRO or autocast; float64 needs zero_stage 0.
     max_grad_norm: 0 switches clipping off. Call it before the model is loaded: ZeRO-3 shards a model while it loads.
     Raises ValueError for settings that cannot be combined, RuntimeError when the launcher started fewer processes than
     were asked for.
     """
     if dtype == "float64" and zero_stage:
-        raise ValueError("dtype float64 cannot be used with ZeRO, which computes in float32 or bfloat16: set zero_stage 0")
+        raise ValueError("ZeRO computes in float32 or bfloat16: set distributed.zero_stage 0 for model.dtype float64")
     on_cpu = not torch.cuda.is_available()
     if on_cpu and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
         raise RuntimeError(
-            "this process was started as one of several (MASTER_ADDR is set) but is alone (WORLD_SIZE is not): `accelerate "
-            "launch --cpu --num_processes N` starts a single process. Start two on a CPU with `torchrun --nproc_per_node 2 "
-            "train.py ...` or `accelerate launch --multi_gpu --num_processes 2 --num_machines 1 train.py ...`; for a run of "
-            "one process unset MASTER_ADDR."
+            "this process was started as one of several (MASTER_ADDR is set) but is alone (WORLD_SIZE is not): "
+            "`accelerate launch --cpu --num_processes N` starts a single process. Start two on a CPU with `torchrun "
+            "--nproc_per_node 2 train.py ...` or `accelerate launch --multi_gpu --num_processes 2 --num_machines 1 "
+            "train.py ...`; for a run of one process unset MASTER_ADDR."
         )
     options: dict[str, Any] = {}
     handlers: list[Any] = []
@@ -130,21 +143,24 @@ def setup(
     if not accelerator.num_processes == started == asked:
         raise RuntimeError(
             f"the launcher asked for {asked} processes, torch.distributed has {started} and accelerate counts "
-            f"{accelerator.num_processes}: the ranks would train apart. Start with `torchrun --nproc_per_node N train.py "
-            "...` or `accelerate launch --multi_gpu --num_processes N ...`."
+            f"{accelerator.num_processes}: the ranks would train apart. Start with `torchrun --nproc_per_node N "
+            "train.py ...` or `accelerate launch --multi_gpu --num_processes N train.py ...`."
+        )
+    sharded = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
+    if not zero_stage and accelerator.distributed_type in sharded:
+        raise RuntimeError(
+            f"the launcher set up {accelerator.distributed_type.value}, but this program configures sharding itself: "
+            "set distributed.zero_stage to 1, 2 or 3, or start without --use_deepspeed, --use_fsdp and their config file."
         )
     set_seed(seed)
-    weights = {"float32": torch.float32, "float64": torch.float64}.get(
-        dtype, torch.bfloat16 if zero_stage else torch.float32
-    )
     return Distributed(
         accelerator=accelerator,
         rank=accelerator.process_index,
         local_rank=accelerator.local_process_index,
         world_size=started,
-        device=torch.device("cpu") if on_cpu else accelerator.device,  # it may say cpu:0, which torch.load refuses
+        device=torch.device("cpu") if on_cpu else accelerator.device,  # on CPU it may say cpu:0
         zero_stage=zero_stage,
-        weights_dtype=weights,
+        weights_dtype=torch.float32 if dtype == "bfloat16" and not zero_stage else getattr(torch, dtype),
     )
 
 

@@ -47,8 +47,7 @@ class PolicyLoss(NamedTuple):
     """The loss of one micro-batch, and what is needed to report it. All but `loss` is detached.
 
     loss: scalar to minimise, this micro-batch's share of the minibatch's loss.
-    terms: shares of two parts of the loss ("loss/policy", "loss/drift_penalty"); they add up to
-        the minibatch's value.
+    terms: shares of two parts of the loss ("loss/policy", "loss/drift_penalty"); they add up to the minibatch's.
     token_sums: sums over sampled tokens; a metric is its global sum over the global token count.
     log_ratio: [N] of the N sampled tokens. positive: [N] bool, advantage > 0.
     """
@@ -87,7 +86,7 @@ def token_objective(
         drifted = (ratio <= tau) & (advantages >= 0)  # [B, T] appendix A.6
     else:
         raise ValueError(f"unknown gate {gate!r}: use 'equation' or 'listing'")
-    penalty = gamma * torch.where(drifted, log_ratio, 0)  # <- SAPO: the one line; objective = surrogate + penalty
+    penalty = gamma * torch.where(drifted, log_ratio, 0)  # <- SAPO: the one line; surrogate + penalty is Eq. 9
     return TokenObjective(surrogate, penalty, drifted, surrogate < unclipped, ratio, log_ratio)
 
 

@@ -33,7 +33,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """
     settings = get_tokenizer_config(path)
     if not settings:
-        raise ValueError(f"no tokenizer at {path}: tokenizer_config.json is missing; save the tokenizer beside the model")
+        raise ValueError(f"no tokenizer at {path}: tokenizer_config.json is missing; save it beside the model")
     generic = settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
     return (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(path)
 
@@ -49,8 +49,8 @@ def load_policy(
 
     Dropout is switched off: a token must have the same log-probability in the old_logprobs pass and in the updates. A
     tokenizer without a pad token pads with its eos token; masks go by length, so the id never matters.
-    Raises ValueError for a folder that is not a saved model or has no tokenizer, a tokenizer with neither pad nor eos token, one with more
-    tokens than the model has embeddings, and a model that changes its logits after the output head.
+    Raises ValueError for a folder that is not a saved model or has no tokenizer, a tokenizer with neither pad nor eos
+    token, one with more tokens than the model has embeddings, and a model that changes its logits after the head.
     """
     local = Path(path).expanduser()
     if local.exists() or str(path).startswith((".", "/", "~")):
@@ -62,8 +62,8 @@ def load_policy(
         tokenizer = load_tokenizer(path)
     except OSError as error:
         raise ValueError(
-            f"cannot load a model and its tokenizer from {str(path)!r}: it is neither a complete local folder nor a hub "
-            f"name that can be reached from here; give an existing folder ({str(error).splitlines()[0]})"
+            f"cannot load a model and its tokenizer from {str(path)!r}: it is neither a complete local folder nor a "
+            f"hub name that can be reached from here; give an existing folder ({str(error).splitlines()[0]})"
         ) from error
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
@@ -78,10 +78,11 @@ def load_policy(
             f"the model {path} changes its logits after the output head ({', '.join(changed)} in config.json), which "
             "is not supported: its log-probabilities would be wrong"
         )
-    if len(tokenizer) > config.get_text_config().vocab_size:
+    embedded = config.get_text_config().vocab_size
+    if len(tokenizer) > embedded:
         raise ValueError(
-            f"the tokenizer of {path} has {len(tokenizer)} tokens, the model embeds {config.get_text_config().vocab_size}: "
-            "resize the embeddings or use the model's own tokenizer"
+            f"the tokenizer of {path} has {len(tokenizer)} tokens, the model embeds {embedded}: resize the embeddings "
+            "or use the model's own tokenizer"
         )
     for name, value in vars(config).items():
         if isinstance(value, float) and ("dropout" in name or "pdrop" in name):

@@ -40,6 +40,11 @@ def test_uneven_response_lists_are_refused():
         make_batch([trajectory("a", 1, [5], [6, 7], mask=[1])], [0.0])
 
 
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(ValueError, match="question 'a' has an empty prompt"):
+        make_batch([trajectory("a", 0, [], [6])], [0.0])
+
+
 def test_minibatches_do_not_depend_on_ranks():
     questions, group_size, size = [f"q{i}" for i in range(6)], 3, 5
     everything = [trajectory(q, s, [1], [2]) for q in questions for s in range(group_size)]

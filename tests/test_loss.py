@@ -18,7 +18,7 @@ def counts_of(mask, advantages):
 
 
 def ragged_minibatch(dtype=torch.float64):
-    """Six rows of 9 tokens: holes, an empty row, A > 0, A < 0 and A = 0, log-ratios of 0, +-100 and around the edges."""
+    """Six rows of 9 tokens: holes, an empty row, A > 0, A < 0 and A = 0, log-ratios of 0, +-100 and near the edges."""
     generator = torch.Generator().manual_seed(3)
     log_ratio = torch.randn(6, 9, generator=generator, dtype=torch.float64) * 0.4
     log_ratio[0, 2:6] = torch.tensor([0.0, -100.0, 100.0, 20.0])
