@@ -28,6 +28,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from retriever.types import Retriever
 from sapo.advantage import group_advantages
@@ -52,7 +53,7 @@ from sapo.engine.hf import HFEngine
 from sapo.evaluation import evaluate_questions, trajectory_row, write_atomically, write_evaluation, write_rows
 from sapo.loss import policy_loss
 from sapo.metrics import MetricsLogger, finalise, rollout_metrics, token_quantile
-from sapo.policy import Policy, load_policy
+from sapo.policy import Policy, load_policy, load_tokenizer
 from sapo.protocol import PROTOCOLS
 from sapo.report import write_report
 from sapo.reward import reward
@@ -455,6 +456,8 @@ def run(config: Config, *, resume: bool, dry_run: bool) -> None:
         dtype="float32" if dry_run else config.model.dtype,
         max_grad_norm=config.optim.max_grad_norm,
         offload_optimizer=config.distributed.offload_optimizer,
+        offload_params=config.distributed.offload_params,
+        timeout_s=config.distributed.timeout_s,
         seed=config.seed,
     )
     try:
@@ -533,13 +536,11 @@ def report_path(config: Config) -> Path:
 
 
 def check_model(config: Config) -> None:
-    """Load what of the model needs no GPU: its tokenizer and configuration. Raises ValueError when they are missing."""
+    """Load what of the model costs nothing: its configuration and tokenizer. Raises ValueError when they are missing."""
     if config.warm_start is None:
-        from transformers import AutoConfig, AutoTokenizer
-
         try:
             AutoConfig.from_pretrained(config.model.path)
-            AutoTokenizer.from_pretrained(config.model.path)
+            load_tokenizer(config.model.path)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"model.path = {config.model.path!r} cannot be loaded: give an existing Hugging Face folder or a hub "

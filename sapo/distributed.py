@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -103,11 +104,14 @@ def setup(
     dtype: Dtype = "float32",
     max_grad_norm: float = 1.0,
     offload_optimizer: bool = False,
+    offload_params: bool = False,
+    timeout_s: float = 1800.0,
     seed: int = 0,
 ) -> Distributed:
     """Join the processes that the launcher started (none: a run of one process) and seed all generators.
 
     zero_stage: 1-3 shard with DeepSpeed, from a configuration built here, whatever the launcher; 0 is DDP.
+    offload_params: needs zero_stage 3. timeout_s: how long a rank waits for the others.
     dtype: of the computation. bfloat16 keeps float32 master weights, by ZeRO or autocast; float64 needs zero_stage 0.
     max_grad_norm: 0 switches clipping off. Call it before the model is loaded: ZeRO-3 shards a model while it loads.
     Raises ValueError for settings that cannot be combined, RuntimeError when the launcher started fewer processes than
@@ -125,15 +129,17 @@ def setup(
         )
     options: dict[str, Any] = {}
     handlers: list[Any] = []
+    timeout = timedelta(seconds=timeout_s)
     if zero_stage:
         _prepare_deepspeed(on_cpu)
         # the process group must be gloo on CPU, or accelerate believes that each rank is alone
-        handlers.append(InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl"))
+        handlers.append(InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=timeout))
         options["deepspeed_plugin"] = DeepSpeedPlugin(
-            hf_ds_config=zero_config(zero_stage, dtype, max_grad_norm, offload_optimizer)
+            hf_ds_config=zero_config(zero_stage, dtype, max_grad_norm, offload_optimizer, offload_params)
         )
     else:
         options["cpu"] = on_cpu
+        handlers.append(InitProcessGroupKwargs(timeout=timeout))
         handlers.append(DistributedDataParallelKwargs(gradient_as_bucket_view=True))
     accelerator = Accelerator(
         mixed_precision="bf16" if dtype == "bfloat16" else "no", kwargs_handlers=handlers, **options
@@ -181,11 +187,19 @@ def _prepare_deepspeed(on_cpu: bool) -> None:
         backend.build_shm_op = lambda: None
 
 
-def zero_config(zero_stage: int, dtype: Dtype, max_grad_norm: float, offload_optimizer: bool = False) -> dict[str, Any]:
+def zero_config(
+    zero_stage: int,
+    dtype: Dtype,
+    max_grad_norm: float,
+    offload_optimizer: bool = False,
+    offload_params: bool = False,
+) -> dict[str, Any]:
     """Return the DeepSpeed configuration of a ZeRO stage (1-3) for a loop that sets its own accumulation boundary."""
     zero: dict[str, Any] = {"stage": zero_stage, "stage3_gather_16bit_weights_on_model_save": True}
     if offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if offload_params:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     return {
         "train_micro_batch_size_per_gpu": 1,  # must be a number when no DataLoader is prepared; nothing reads it
         "gradient_accumulation_steps": 1,  # nor this: the update sets the boundary and divides by nothing
@@ -302,14 +316,18 @@ class Updater:
 
     @contextlib.contextmanager
     def generation(self) -> Iterator[nn.Module]:
-        """Give the Hugging Face model with whole weights; under ZeRO-3 they are gathered for the time of the block."""
+        """Give the Hugging Face model with whole weights, in the type that training computes in.
+
+        Under ZeRO-3 the weights are gathered for the time of the block.
+        """
         if self.dist.zero_stage == 3:
             import deepspeed
 
             with deepspeed.zero.GatheredParameters(list(self.policy.parameters())):
                 yield self.policy.model
         else:
-            yield self.policy.model
+            with self.dist.accelerator.autocast():
+                yield self.policy.model
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the weights of the Hugging Face model for `save_pretrained`; all ranks must call, rank 0 has them."""
