@@ -270,3 +270,24 @@ def test_recorded_logprobs_are_of_the_sampled_or_the_full_distribution():
     for recorded, expected in (("sampled", 2 / 3), ("full", 0.5)):
         ids, logprobs = sample(logits, np.array([0.99]), Sampling(top_k=2, logprobs=recorded))
         assert ids.item() == 2 and logprobs.exp().item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_every_draw_is_the_one_keyed_by_its_place_in_the_response(tokenizer):
+    """Two turns of several rows against one token at a time with full forwards, in float64."""
+    model = tiny_model(tokenizer, seed=2, dtype=torch.float64)
+    prompts = ragged_prompts(5, count=5)
+    keys = [trajectory_key(3, 1, f"q{i}", 0) for i in range(5)]
+    session = HFEngine(model, tokenizer).session(keys, Sampling(), ())
+    limits = ([4, 9, 1, 6, 12], [7, 3, 8, 5, 2])
+    observation = [[11, 12, 13], [14], [15] * 9, [16, 17], [18] * 4]
+    turns = [session.generate(range(5), prompts, limits[0]), session.generate(range(5), observation, limits[1])]
+    for row in range(5):
+        ids = list(prompts[row])
+        for turn, generations in enumerate(turns):
+            ids += observation[row] if turn else []
+            for token in generations[row].ids:
+                place = np.array([len(ids) - len(prompts[row])])
+                uniform = keyed_uniform(np.array([keys[row]], dtype=np.uint64), place)
+                expected, _ = sample(full_logprobs(model, ids)[-1:], uniform, Sampling())
+                assert token == expected.item()
+                ids.append(token)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import evaluate
 import train
+from sapo.reward import f1
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = [
@@ -99,6 +100,42 @@ def test_a_finished_run_says_so_and_is_never_overwritten(whole, capsys):
     assert train.main(arguments(whole.parent, "name=whole", "--resume", "loss.gamma=0")) == 1
     assert "loss.gamma" in capsys.readouterr().err
     assert (whole / "metrics.jsonl").read_bytes() == before
+
+
+def test_old_logprobs_come_from_the_forward_of_the_update_and_advantages_from_the_right_group(whole, monkeypatch):
+    """The first update of a step sees ratios of exactly 1; every response carries its own group's advantage."""
+    ratios, planned = [], []
+    update, plan_step = train.update, train.plan_step
+
+    def spy_update(trainer, minibatch, step, stats):
+        update(trainer, minibatch, step, stats)
+        ratios.append(torch.cat(stats.log_ratios))
+
+    def spy_plan(trajectories, advantages, *args, **kwargs):
+        planned.extend(zip(trajectories, advantages.tolist()))
+        minibatches = plan_step(trajectories, advantages, *args, **kwargs)
+        # Sampling logprobs that are plainly wrong must not matter to the loss.
+        for minibatch in minibatches:
+            for batch in minibatch.micro_batches:
+                batch.sampling_logprobs.sub_(1.0)
+        return minibatches
+
+    monkeypatch.setattr(train, "update", spy_update)
+    monkeypatch.setattr(train, "plan_step", spy_plan)
+    settings = ["name=spied", "optim.steps=1", "eval.at_start=false", "optim.micro_batch_responses=3"]
+    assert train.main(arguments(whole.parent, *settings)) == 0
+    assert len(ratios) == 2 and (ratios[0] == 0).all() and (ratios[1] != 0).any()
+    assert rows(whole.parent / "spied")[0]["policy/engine_mismatch"] == pytest.approx(1.0, abs=1e-4)
+    groups = {}
+    for trajectory, advantage in planned:
+        score = f1(trajectory.answer, trajectory.question.golden_answers)
+        groups.setdefault(trajectory.question.id, []).append((score, advantage))
+    assert len(groups) == 4 and any(advantage for group in groups.values() for _, advantage in group)
+    for group in groups.values():
+        scores = torch.tensor([score for score, _ in group], dtype=torch.float64)
+        equal = scores.max() == scores.min()
+        expected = torch.zeros(4) if equal else (scores - scores.mean()) / (scores.std() + 1e-6)
+        assert [advantage for _, advantage in group] == pytest.approx(expected.tolist(), abs=1e-12)
 
 
 def test_grpo_and_sapo_differ_in_one_line_of_the_config(whole):
