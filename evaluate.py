@@ -27,7 +27,8 @@ import torch
 from retriever.service import NullRetriever
 from retriever.types import Retriever
 from sapo.assemble import (
-    connect_retriever,
+    connect_retriever_in_turn,
+    evaluation_conditions,
     load_sources,
     print_user_error,
     quieten,
@@ -79,26 +80,11 @@ class Evaluator:
         self.folder = folder
         self.fresh = fresh
 
-    def conditions(self, job: Job, sampling: Sampling) -> dict[str, Any]:
-        """Return everything that decides a result but the weights."""
-        config = self.config
-        return {
-            "step": job.step,
-            "model": str(job.model),
-            "decoding": dataclasses.asdict(sampling) | {"seed": config.seed},
-            "n": len(self.questions),
-            "template": config.protocol.template,
-            "think_aware": config.protocol.think_aware,
-            "budget": dataclasses.asdict(rollout_budget(config)),
-            "top_k": config.retriever.top_k,
-            "corpus": dataclasses.asdict(self.retriever.info()) if job.retrieval else None,
-            "sources": sorted({question.source for question in self.questions}),
-        }
-
     def run(self, job: Job) -> dict[str, Any]:
         """Return the result of one job, from disk or computed."""
         sampling = GREEDY if job.decoding == "greedy" else rollout_sampling(self.config)
-        conditions = self.conditions(job, sampling)
+        corpus = self.retriever.info() if job.retrieval else None
+        conditions = evaluation_conditions(self.config, self.questions, sampling, str(job.model), job.step, corpus)
         saved = self.folder / f"{job.name}.json"
         if not self.fresh and saved.is_file():
             result = json.loads(saved.read_text(encoding="utf-8"))
@@ -185,8 +171,11 @@ def run(options: argparse.Namespace) -> None:
             raise ValueError(f"{options.run} is not a run folder: it has no config.yaml; train first, or correct --run")
         config = load_config(saved, options.overrides)
         folder = Path(options.run)
-        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        start_model, fault_free = record["start_model"], record.get("fault_free_model")
+        record = folder / "run.json"
+        models = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+        if "start_model" not in models:
+            raise ValueError(f"{folder} stopped before its first step: go on with train.py --config {saved} --resume")
+        start_model, fault_free = models["start_model"], models.get("fault_free_model")
         checkpoint = choose_checkpoint(folder, options.checkpoint)
     else:
         config = load_config(options.config, options.overrides)
@@ -197,15 +186,12 @@ def run(options: argparse.Namespace) -> None:
     sources = load_sources(config, write=dist.is_main)
     questions = load_questions([options.data]) if options.data else sources.heldout
     prefix = f"{Path(options.data).stem}_" if options.data else ""
+    prefix += f"first_{options.questions}_" if options.questions else ""
     questions = questions[: options.questions or (None if options.data else config.eval.questions)]
     if not questions:
         raise ValueError("there are no held-out questions: give --data FILE, or set data.eval in the config")
-    if dist.is_main:
-        connect_retriever(config, sources)
-    dist.barrier()
-    evaluator = Evaluator(
-        config, dist, questions, connect_retriever(config, sources), folder / "eval", options.fresh
-    )
+    retriever = connect_retriever_in_turn(config, sources, dist)
+    evaluator = Evaluator(config, dist, questions, retriever, folder / "eval", options.fresh)
     jobs = plan_jobs(config, checkpoint, start_model, fault_free, prefix, options.decoding)
     if options.data or not options.run:
         jobs = [job for job in jobs if job.retrieval and "fault-free" not in job.label]

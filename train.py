@@ -34,8 +34,9 @@ from retriever.types import Retriever
 from sapo.advantage import group_advantages
 from sapo.assemble import (
     Sources,
-    connect_retriever,
+    connect_retriever_in_turn,
     eval_decodings,
+    evaluation_conditions,
     load_sources,
     package_versions,
     print_user_error,
@@ -62,9 +63,11 @@ from sapo.types import Batch, Trajectory
 from sapo.warm_start import show_progress, warm_start
 
 # A resumed run may differ from its first part in these keys only: none changes what a step computes.
-MAY_CHANGE = ("optim.steps", "optim.micro_batch", "optim.max_nonfinite", "eval.", "checkpoint.", "logging.",
-              "distributed.", "model.threads", "model.gradient_checkpointing", "rollout.prefill_tokens",
-              "retriever.url", "retriever.timeout_s")  # fmt: skip
+MAY_CHANGE = (
+    "output_dir", "optim.steps", "optim.micro_batch", "optim.max_nonfinite", "eval.", "checkpoint.", "logging.",
+    "distributed.offload", "distributed.timeout_s", "model.threads", "model.gradient_checkpointing",
+    "rollout.prefill_tokens", "retriever.url", "retriever.timeout_s",
+)  # fmt: skip
 
 # What a launcher sets for its own processes; a process started beside the run must not take itself for one of them.
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -83,15 +86,16 @@ class Trainer:
     updater: Updater
     reference: Policy | None  # frozen starting model; None when ref_kl_beta is 0
     engine: HFEngine
+    start_model: str
+    steps_done: int
 
 
-def train(trainer: Trainer, logger: MetricsLogger, first_step: int, stop: StopRequest) -> int:
-    """Run the steps from `first_step` on; return the number of the last one done."""
+def train(trainer: Trainer, logger: MetricsLogger, stop: StopRequest) -> None:
+    """Run the steps after `trainer.steps_done`, and count them there."""
     config, dist, updater = trainer.config, trainer.dist, trainer.updater
-    step = first_step - 1
-    if step == 0 and config.eval.at_start:
+    if trainer.steps_done == 0 and config.eval.at_start:
         logger.log(0, evaluate(trainer, logger, 0))
-    for step in range(first_step, config.optim.steps + 1):
+    for step in range(trainer.steps_done + 1, config.optim.steps + 1):
         started = time.perf_counter()
         seed = config.seed if config.data.shuffle else None
         questions = step_questions(trainer.sources.train, step, config.rollout.questions_per_step, seed)
@@ -112,6 +116,12 @@ def train(trainer: Trainer, logger: MetricsLogger, first_step: int, stop: StopRe
             device=dist.device,
         )
 
+        if not any(minibatch.counts.tokens for minibatch in minibatches):
+            raise ValueError(
+                f"nothing was sampled in step {step}: each of its prompts is longer than rollout.max_prompt_tokens = "
+                f"{config.rollout.max_prompt_tokens}; raise it or shorten the questions"
+            )
+
         updating = time.perf_counter()
         minibatches = score_minibatches(trainer, minibatches)
         stats = StepStats()
@@ -130,18 +140,18 @@ def train(trainer: Trainer, logger: MetricsLogger, first_step: int, stop: StopRe
         if due(config.eval.every_steps, step) or last:
             metrics |= evaluate(trainer, logger, step)
         logger.log(step, metrics)
+        trainer.steps_done = step
         if due(config.checkpoint.every_steps, step) or last:
-            state = {"skipped_updates": updater.skipped, "world_size": dist.world_size}
+            state = {"skipped_updates": updater.skipped}
             save_checkpoint(config.run_dir, step, dist, updater, trainer.tokenizer, state, config.checkpoint.keep)
         if updater.skipped > config.optim.max_nonfinite:
             raise RuntimeError(
                 f"{updater.skipped} updates had a loss or gradient that is not finite (optim.max_nonfinite = "
-                f"{config.optim.max_nonfinite}): the run has diverged. Lower optim.lr and resume from an earlier "
-                f"checkpoint in {config.run_dir / 'checkpoints'}"
+                f"{config.optim.max_nonfinite}): the run has diverged. Start another (name=...) with a lower optim.lr, "
+                f"from the beginning or with model.path=<an earlier step>/model of {config.run_dir / 'checkpoints'}"
             )
         if stopping:
             break
-    return step
 
 
 def roll_out(trainer: Trainer, questions: Sequence, step: int) -> tuple[list[Trajectory], RolloutTimes]:
@@ -310,15 +320,9 @@ def evaluate(trainer: Trainer, logger: MetricsLogger, step: int) -> dict[str, fl
                 gather=dist.gather_objects,
             )
         if dist.is_main:
-            result = {
-                "step": step,
-                "decoding": dataclasses.asdict(sampling) | {"seed": config.seed},
-                **summary,
-                "template": config.protocol.template,
-                "top_k": config.retriever.top_k,
-                "corpus": dataclasses.asdict(trainer.retriever.info()),
-                "commit": source_commit(),
-            }
+            model = trainer.start_model if step == 0 else str(config.run_dir / "checkpoints" / f"step_{step}" / "model")
+            conditions = evaluation_conditions(config, questions, sampling, model, step, trainer.retriever.info())
+            result = conditions | summary | {"commit": source_commit()}
             write_evaluation(config.run_dir / "eval", f"step_{step}_{name}", result, rows)
         suffix = "" if name == "greedy" else f"_{name}"
         metrics |= {f"eval/heldout/{score}{suffix}": summary[score] for score in ("em", "f1", "searches")}
@@ -350,8 +354,9 @@ def resident_peak_bytes() -> int:
 class StopRequest:
     """Ctrl-C or SIGTERM asks for a stop after the current step; a second one stops at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, show: bool = True) -> None:
         self.requested = False
+        self._show = show
 
     def __enter__(self) -> StopRequest:
         self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -365,7 +370,8 @@ class StopRequest:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        print("\nstopping after this step, with a checkpoint and a report; once more to stop at once", flush=True)
+        if self._show:
+            print("\nstopping after this step, with a checkpoint and a report; once more to stop at once", flush=True)
 
 
 def prepare_models(config: Config, dist: Distributed) -> dict[str, str]:
@@ -377,7 +383,7 @@ def prepare_models(config: Config, dist: Distributed) -> dict[str, str]:
         if config.eval.fault_free:
             # The twin is only compared with, so it trains beside the other one, on a core of its own.
             command = [sys.executable, "-m", "sapo.warm_start", "--config", str(config.run_dir / "config.yaml")]
-            command += ["--out", str(config.output_dir / "cache"), "--no-faults", "--quiet"]
+            command += ["--no-faults", "--quiet"]
             alone = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
             beside = subprocess.Popen(command, env=alone | {"OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parent)
         threads = torch.get_num_threads()
@@ -475,10 +481,7 @@ def run(config: Config, *, resume: bool, dry_run: bool) -> None:
                 print(f"warning: {warning}", file=sys.stderr)
         sources = load_sources(config, write=dist.is_main)
         dist.barrier()
-        if dist.is_main:
-            connect_retriever(config, sources)  # builds a missing small index, once
-        dist.barrier()
-        retriever = connect_retriever(config, sources)
+        retriever = connect_retriever_in_turn(config, sources, dist)
         if dry_run:
             check_model(config)
             if dist.is_main:
@@ -502,28 +505,27 @@ def run(config: Config, *, resume: bool, dry_run: bool) -> None:
         if dist.is_main:
             write_run_record(config, **models)
         trainer = assemble(config, plan, dist, sources, retriever, models["start_model"], checkpoint)
-        first_step = 1 if checkpoint is None else checkpoint_step(checkpoint) + 1
         wandb = config.logging.wandb
         with MetricsLogger(
             config.run_dir,
             config.optim.steps,
-            resume_step=first_step - 1,
+            resume_step=trainer.steps_done if checkpoint is not None else -1,  # -1: the row of step 0 is made again
             enabled=dist.is_main,
             console=config.logging.console,
             wandb={"mode": wandb.mode, "project": wandb.project, "entity": wandb.entity, "group": wandb.group},
             config=config.model_dump(mode="json"),
         ) as logger:
-            done, status = first_step - 1, "failed"
+            status = "failed"
             try:
-                with StopRequest() as stop:
-                    done = train(trainer, logger, first_step, stop)
-                status = "finished" if done >= config.optim.steps else "interrupted"
+                with StopRequest(show=dist.is_main) as stop:
+                    train(trainer, logger, stop)
+                status = "finished" if trainer.steps_done >= config.optim.steps else "interrupted"
             except KeyboardInterrupt:
                 status = "interrupted"
                 raise
             finally:
                 if dist.is_main:
-                    seconds = round(time.monotonic() - began, 1)
+                    done, seconds = trainer.steps_done, round(time.monotonic() - began, 1)
                     write_run_record(config, status=status, steps_done=done, wall_s=seconds)
                     logger.message(f"{status} after {done} steps, {seconds:.0f} s; report {write_report(config.run_dir)}")
     finally:
@@ -576,7 +578,10 @@ def assemble(
         reference_model, _ = load_policy(start_model, **loading)
         reference = Policy(reference_model).to(dist.device).eval().requires_grad_(False)
     engine = HFEngine(model, tokenizer, prefill_tokens=config.rollout.prefill_tokens)
-    return Trainer(config, plan, dist, sources, retriever, tokenizer, updater, reference, engine)
+    steps_done = 0 if checkpoint is None else checkpoint_step(checkpoint)
+    return Trainer(
+        config, plan, dist, sources, retriever, tokenizer, updater, reference, engine, start_model, steps_done
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

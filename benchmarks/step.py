@@ -97,7 +97,7 @@ def main() -> None:
                 log(step, metrics)
 
             logger.log = keep
-            train.train(trainer, logger, 1, stop)
+            train.train(trainer, logger, stop)
             total = time.perf_counter() - keep.started
     uncounted = sum(value for part, value in seconds.items() if "not counted" in part)
     total -= uncounted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -10,6 +11,7 @@ import platform
 import subprocess
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,10 @@ import torch
 import transformers
 
 from retriever.service import open_retriever
-from retriever.types import Retriever
+from retriever.types import IndexInfo, Retriever
 from sapo.config import Config, ConfigError
 from sapo.data import load_questions
+from sapo.distributed import Distributed
 from sapo.engine.sampling import GREEDY, Sampling
 from sapo.rollout import Budget
 from sapo.types import Question
@@ -94,6 +97,13 @@ def connect_retriever(config: Config, sources: Sources) -> Retriever:
     )
 
 
+def connect_retriever_in_turn(config: Config, sources: Sources, dist: Distributed) -> Retriever:
+    """Open the retriever on every rank, the first rank before the others: it builds a small index that is missing."""
+    retriever = connect_retriever(config, sources) if dist.is_main else None
+    dist.barrier()
+    return retriever or connect_retriever(config, sources)
+
+
 def rollout_budget(config: Config) -> Budget:
     """Return the token budgets of a trajectory."""
     r = config.rollout
@@ -121,6 +131,34 @@ def eval_decodings(config: Config) -> dict[str, Sampling]:
     if config.eval.sampled:
         decodings["sampled"] = rollout_sampling(config)
     return decodings
+
+
+def evaluation_conditions(
+    config: Config,
+    questions: Sequence[Question],
+    sampling: Sampling,
+    model: str,
+    step: int | None,
+    corpus: IndexInfo | None,
+) -> dict[str, Any]:
+    """Return everything that decides an evaluation's scores but the code; it is recorded with them.
+
+    step: training steps behind the model, None when it is not of this run. corpus: None when nothing is retrieved.
+    """
+    content = json.dumps([(question.question, question.golden_answers) for question in questions])
+    return {
+        "step": step,
+        "model": model,
+        "decoding": dataclasses.asdict(sampling) | {"seed": config.seed},
+        "n": len(questions),
+        "questions_sha256": hashlib.sha256(content.encode()).hexdigest(),
+        "sources": sorted({question.source for question in questions}),
+        "template": config.protocol.template,
+        "think_aware": config.protocol.think_aware,
+        "budget": dataclasses.asdict(rollout_budget(config)),
+        "top_k": config.retriever.top_k,
+        "corpus": None if corpus is None else dataclasses.asdict(corpus),
+    }
 
 
 def source_commit() -> str | None:

@@ -153,6 +153,7 @@ def plan_step(
     packed: list[list[Batch]] = []
     numbers: list[int] = []  # four per minibatch: its counts and its micro-batches on this rank
     for rows in minibatches:
+        rows = [row for row in rows if any(trajectories[row].loss_mask)]  # one without a sampled token adds nothing
         chosen = [trajectories[row] for row in rows]
         packed.append([
             make_batch([chosen[i] for i in micro], [advantages[rows[i]] for i in micro], device)
@@ -165,6 +166,6 @@ def plan_step(
     plan = []
     for index, micro_batches in enumerate(packed):
         responses, tokens, nonneg, sizes = columns[4 * index : 4 * index + 4]
-        dummies = [dummy_batch(device) for _ in range(max(sizes) - len(micro_batches))]
+        dummies = [dummy_batch(device) for _ in range(max(1, *sizes) - len(micro_batches))]
         plan.append(Minibatch(micro_batches + dummies, Counts(sum(responses), sum(tokens), sum(nonneg))))
     return plan

@@ -53,7 +53,8 @@ def save_checkpoint(
     final = run_dir / "checkpoints" / f"step_{step}"
     work = final.with_name(f"tmp_{final.name}")
     if dist.is_main:
-        shutil.rmtree(work, ignore_errors=True)
+        for rest in final.parent.glob("tmp_*"):  # of a save or a deletion that was killed
+            shutil.rmtree(rest)
         (work / "trainer").mkdir(parents=True)
     dist.barrier()
     weights = updater.state_dict()
@@ -64,11 +65,12 @@ def save_checkpoint(
     torch.save(_generators(), work / "trainer" / f"rng_rank{dist.rank}.pt")
     dist.barrier()
     if dist.is_main:
-        (work / "state.json").write_text(json.dumps({"step": step, **state}, indent=1) + "\n", encoding="utf-8")
-        shutil.rmtree(final, ignore_errors=True)
+        state = {"step": step, "zero_stage": dist.zero_stage, "world_size": dist.world_size, **state}
+        (work / "state.json").write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+        _delete(final)
         work.rename(final)
         for old in list_checkpoints(run_dir)[: -keep if keep else 0]:
-            shutil.rmtree(old)
+            _delete(old)
     dist.barrier()
     return final
 
@@ -76,16 +78,30 @@ def save_checkpoint(
 def load_checkpoint(checkpoint: Path, dist: Distributed, updater: Updater) -> dict[str, Any]:
     """Restore the trainer's state and return what `state` was; the weights come from the folder `model/`.
 
-    All ranks must call. With other numbers of ranks than at the save, the generators are seeded anew.
+    All ranks must call. Without ZeRO the number of ranks may differ from that of the save; a rank that was not there
+    keeps its fresh generators. Raises ValueError for another ZeRO stage, or with ZeRO another number of ranks.
     """
+    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    if dist.zero_stage != state["zero_stage"] or (dist.zero_stage and dist.world_size != state["world_size"]):
+        raise ValueError(
+            f"{checkpoint} was saved with ZeRO stage {state['zero_stage']} on {state['world_size']} ranks, this run has "
+            f"stage {dist.zero_stage} on {dist.world_size}: resume with the saved ones (without ZeRO any number of "
+            "ranks will do), or start a new run with model.path set to its folder model/"
+        )
     updater.load(checkpoint / "trainer")
     generators = checkpoint / "trainer" / f"rng_rank{dist.rank}.pt"
     if generators.is_file():
-        state = torch.load(generators, map_location="cpu", weights_only=True)
-        torch.set_rng_state(state["cpu"])
-        if torch.cuda.is_available() and state["cuda"] is not None:
-            torch.cuda.set_rng_state(state["cuda"])
-    return json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+        saved = torch.load(generators, map_location="cpu", weights_only=True)
+        torch.set_rng_state(saved["cpu"])
+        if torch.cuda.is_available() and saved["cuda"] is not None:
+            torch.cuda.set_rng_state(saved["cuda"])
+    return state
+
+
+def _delete(checkpoint: Path) -> None:
+    """Delete a checkpoint; it loses its name first, so that a kill leaves no half of one under it."""
+    if checkpoint.exists():
+        shutil.rmtree(checkpoint.rename(checkpoint.with_name(f"tmp_old_{checkpoint.name}")))
 
 
 def _generators() -> dict[str, torch.Tensor | None]:

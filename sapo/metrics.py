@@ -197,7 +197,7 @@ class MetricsLogger:
         self._file: FileIO | None = None  # None: not enabled
         self._wandb: Any | None = None
         # Of the latest steps: (step, seconds when it was logged), for the ETA.
-        self._times: deque[tuple[int, float]] = deque([(resume_step or 0, time.monotonic())], maxlen=20)
+        self._times: deque[tuple[int, float]] = deque([(max(resume_step or 0, 0), time.monotonic())], maxlen=20)
         if not enabled:
             return
         run_dir = Path(run_dir)

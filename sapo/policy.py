@@ -14,6 +14,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -22,6 +23,12 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 # Config fields of models that change their logits after the output head, which `Policy` does not reproduce.
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+
+
+def changed_logits(config: PreTrainedConfig) -> list[str]:
+    """Return the fields of a model's config by which it changes its logits after the output head."""
+    text = config.get_text_config()
+    return [name for name in LOGIT_CHANGES if getattr(text, name, None) not in (None, 1, 1.0)]
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -72,7 +79,7 @@ def load_policy(
                 "tokenizer_config.json; generation ends with eos and rows are padded with pad"
             )
         tokenizer.pad_token = tokenizer.eos_token
-    changed = [name for name in LOGIT_CHANGES if getattr(config, name, None) not in (None, 1, 1.0)]
+    changed = changed_logits(config)
     if changed:
         raise ValueError(
             f"the model {path} changes its logits after the output head ({', '.join(changed)} in config.json), which "

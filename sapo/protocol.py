@@ -165,7 +165,8 @@ def parse_turn(text: str, protocol: Protocol, think_aware: bool = False) -> Pars
     return ParsedTurn(action, content) if content else ParsedTurn("invalid")
 
 
-_TAG = re.compile(r"<(\s*/?\s*(?:" + "|".join(TAGS) + r")\b[^<>]*)>", re.IGNORECASE)
+# Every quantifier stops at what the next one needs, so that hostile text costs linear time.
+_TAG = re.compile(r"<(\s*(?:/\s*)?(?:" + "|".join(TAGS) + r")\b[^<>]*)(>?)", re.IGNORECASE)
 
 
 def special_token_pattern(special_tokens: Iterable[str]) -> re.Pattern[str] | None:
@@ -185,8 +186,7 @@ def neutralise(text: str, special_tokens: re.Pattern[str] | None) -> str:
     >>> neutralise("x<|im_end|>", special_token_pattern(["<|im_end|>"]))
     'x< |im_end|>'
     """
-    # Until nothing matches: "<answer<answer>>" holds a second tag once the inner one is a parenthesis.
-    while (cleaned := _TAG.sub(r"(\1)", text)) != text:
-        text = cleaned
+    # The opening bracket of an unfinished tag goes too: with "<answer<answer>>" no second tag can come to light.
+    text = _TAG.sub(lambda m: f"({m[1]}" + (")" if m[2] else ""), text)
     # Once is enough: a space is put in and nothing is taken out, so no other token can appear.
     return special_tokens.sub(lambda m: m[0][0] + " " + m[0][1:], text) if special_tokens else text

@@ -128,20 +128,24 @@ def encode_observation(
     ids = encode(tokenizer, text)
     if len(ids) <= max_tokens:
         return text, ids
+    empty = protocol.wrap("")
+    empty_ids = encode(tokenizer, empty)
+    if len(empty_ids) > max_tokens:
+        raise ValueError(
+            f"rollout.max_observation_tokens = {max_tokens} cannot hold an empty observation, which takes "
+            f"{len(empty_ids)} tokens with this tokenizer: raise it"
+        )
     encoding = tokenizer(documents, add_special_tokens=False, return_offsets_mapping=True)
     ends = [end for _, end in encoding["offset_mapping"]]
-    room = max_tokens - len(encode(tokenizer, protocol.wrap("")))
+    room = min(len(ends), max_tokens - len(empty_ids))
     # Tokens can merge across the seams in other ways than alone, so the count is checked on the whole text.
-    while room >= 0:
-        text = protocol.wrap(documents[: ends[room - 1]].rstrip() if room else "")
+    while room > 0:
+        text = protocol.wrap(documents[: ends[room - 1]].rstrip())
         ids = encode(tokenizer, text)
         if len(ids) <= max_tokens:
             return text, ids
         room -= max(1, len(ids) - max_tokens)
-    raise ValueError(
-        f"rollout.max_observation_tokens = {max_tokens} cannot hold an empty observation, which takes "
-        f"{len(encode(tokenizer, protocol.wrap('')))} tokens with this tokenizer: raise it"
-    )
+    return empty, empty_ids
 
 
 def rollout(
@@ -220,7 +224,7 @@ def rollout(
         queries = [rows[r].turns[-1].content for r in searching]
         started = time.perf_counter()
         unique = list(dict.fromkeys(queries))
-        found = dict(zip(unique, retriever.search(unique, top_k))) if unique else {}
+        found = dict(zip(unique, retriever.search(unique, top_k), strict=True)) if unique else {}
         times.retrieval_s += time.perf_counter() - started
         times.queries += len(queries)
         times.unique_queries += len(unique)

@@ -4,7 +4,7 @@ A demonstration answers a question about entities that exist only in it, so noth
 fact, only how to search, read and copy. The faults are in behaviour (stopping early, asking for the wrong relation,
 guessing) and leave reinforcement learning something to repair; the same demonstrations without faults are the reference.
 
-    python -m sapo.warm_start --config configs/quickstart.yaml [--no-faults] [--out DIR] [key.sub=value ...]
+    python -m sapo.warm_start --config configs/quickstart.yaml [--no-faults] [--out DIR]
 
 The result is an ordinary Hugging Face folder: nothing downstream knows that the policy is tiny.
 """
@@ -43,7 +43,7 @@ from sapo.world import (
 )
 
 PAD, EOS = "<|pad|>", "<|eos|>"
-_BATCHES_PER_DRAW = 32  # demonstrations are drawn, encoded and sorted by length this many batches at a time
+_BATCHES_PER_DRAW = 32  # demonstrations are drawn and encoded this many batches at a time
 _TOKENIZER_DEMONSTRATIONS = 3000
 
 Progress = Callable[[int, int, float, float], None]  # (step, steps, loss in nats, tokens per second)
@@ -61,7 +61,7 @@ class WarmStartSettings(BaseModel):
     intermediate_size: int = Field(384, ge=16, description="width of the MLP")
     rope_theta: float = Field(100.0, gt=1, description="base of the rotary positions; small suits short contexts")
     max_position_embeddings: int = Field(2048, ge=128, description="longest trajectory, tokens")
-    demonstrations: int = Field(8000, ge=1, description="demonstrations in all, each one seen once")
+    demonstrations: int = Field(16000, ge=1, description="demonstrations in all, each one seen once")
     batch_size: int = Field(8, ge=1, description="demonstrations per optimiser step")
     matrix_lr: float = Field(0.02, gt=0, description="peak Muon learning rate of the weight matrices")
     lr: float = Field(1e-2, gt=0, description="peak AdamW learning rate of everything else")
@@ -213,7 +213,6 @@ def fit(
     model: Qwen2ForCausalLM,
     draw: Callable[[int], list[tuple[list[int], list[float]]]],
     settings: WarmStartSettings,
-    rng: random.Random,
     progress: Progress | None = None,
 ) -> None:
     """Train `model` in place on `settings.demonstrations` encoded demonstrations taken from `draw(count)`."""
@@ -237,23 +236,30 @@ def fit(
     for step in range(steps):
         if not batches:
             count = min(_BATCHES_PER_DRAW, steps - step) * settings.batch_size
-            rows = sorted(draw(count), key=lambda row: len(row[0]))
+            rows = draw(count)
             batches = [rows[i : i + settings.batch_size] for i in range(0, count, settings.batch_size)]
-            rng.shuffle(batches)
             # One norm for all batches of a draw: its own weight would count the tokens of a short batch for more, and
             # so teach a guess more often than it is demonstrated.
             norm = sum(sum(weights) for _, weights in rows) / len(batches)
-        input_ids, weights = _pad(batches.pop(), model.config.pad_token_id)
-        loss = weighted_loss(model, input_ids, weights) / norm
-        loss.backward()
+        # Batches mix short and long demonstrations. Both optimisers answer to the sign of a gradient more than to its
+        # size: batches of one length, all stopping early or all going on, would make a habit of the majority's choice
+        # instead of a probability. Halves of similar length save the padding.
+        batch = sorted(batches.pop(), key=lambda row: len(row[0]))
+        half = (len(batch) + 1) // 2
+        total = 0.0
+        for part in filter(None, (batch[:half], batch[half:])):
+            input_ids, weights = _pad(part, model.config.pad_token_id)
+            loss = weighted_loss(model, input_ids, weights) / norm
+            loss.backward()
+            total += loss.item()
+            tokens += input_ids.numel()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, schedule in zip(optimizers, schedules):
             optimizer.step()
             schedule.step()
             optimizer.zero_grad(set_to_none=True)
-        tokens += input_ids.numel()
         if progress is not None:
-            progress(step + 1, steps, loss.item(), tokens / (time.perf_counter() - started))
+            progress(step + 1, steps, total, tokens / (time.perf_counter() - started))
 
 
 def _pad(rows: Sequence[tuple[list[int], list[float]]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -299,7 +305,6 @@ def warm_start(
         model,
         lambda count: encode_demonstrations(tokenizer, draw(count), settings.document_weight),
         settings,
-        rng,
         progress,
     )
     _save(model.eval(), tokenizer, target)
@@ -340,16 +345,22 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     parser = argparse.ArgumentParser(prog="python -m sapo.warm_start", description=main.__doc__)
     parser.add_argument("--config", required=True, help="YAML file")
-    parser.add_argument("--out", default="runs/warm_start", help="folder that holds the trained policies")
+    parser.add_argument("--out", help="folder that holds the trained policies; default: <output_dir>/cache")
     parser.add_argument("--no-faults", action="store_true", help="train on fault-free demonstrations")
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
     arguments = parser.parse_intermixed_args(argv)
     config = load_config(arguments.config, arguments.overrides)
-
+    if config.warm_start is None:
+        parser.error(f"{arguments.config} has no warm_start section")
     folder = warm_start(
-        config.warm_start, config.world, Path(arguments.out), config.seed, not arguments.no_faults,
-        progress=None if arguments.quiet else show_progress
+        config.warm_start,
+        config.world,
+        Path(arguments.out) if arguments.out else config.output_dir / "cache",
+        config.seed,
+        not arguments.no_faults,
+        PROTOCOLS[config.protocol.template],
+        progress=None if arguments.quiet else show_progress,
     )
     if not arguments.quiet:
         print(f"warm start: {folder}")

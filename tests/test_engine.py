@@ -1,9 +1,18 @@
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Starcoder2Config,
+)
 
-from sapo.engine.hf import HFEngine
+from sapo.engine.hf import HFEngine, Session
 from sapo.engine.sampling import GREEDY, Sampling, keyed_uniform, sample, trajectory_key, truncate
 from tests.tiny import tiny_tokenizer
 
@@ -158,7 +167,7 @@ def test_training_mode_with_gradient_checkpointing_is_put_aside_and_back(tokeniz
     assert model.training
 
 
-def say(tokenizer, model, pieces, limit=50, **options):
+def say(tokenizer, model, pieces, limit=50, stops=STOPS, **options):
     """Make the engine sample the given token strings one by one; return the generation."""
     engine = HFEngine(model, tokenizer)
     ids = [tokenizer.convert_tokens_to_ids(p) for p in pieces]
@@ -172,7 +181,7 @@ def say(tokenizer, model, pieces, limit=50, **options):
 
     model.get_output_embeddings = lambda: head
     try:
-        return engine.session([0], GREEDY, STOPS, **options).generate([0], [[5, 6]], [limit])[0]
+        return engine.session([0], GREEDY, stops, **options).generate([0], [[5, 6]], [limit])[0]
     finally:
         del model.get_output_embeddings
 
@@ -215,7 +224,7 @@ def test_nan_logits_are_an_error(tokenizer):
 
 def test_models_that_the_cache_does_not_fit_are_refused(tokenizer):
     windowed = tiny_model(tokenizer, use_sliding_window=True, sliding_window=8, max_window_layers=0)
-    with pytest.raises(ValueError, match="sliding-window"):
+    with pytest.raises(ValueError, match="sliding_window"):
         HFEngine(windowed, tokenizer)
 
 
@@ -272,22 +281,128 @@ def test_recorded_logprobs_are_of_the_sampled_or_the_full_distribution():
         assert ids.item() == 2 and logprobs.exp().item() == pytest.approx(expected, abs=1e-6)
 
 
-def test_every_draw_is_the_one_keyed_by_its_place_in_the_response(tokenizer):
-    """Two turns of several rows against one token at a time with full forwards, in float64."""
-    model = tiny_model(tokenizer, seed=2, dtype=torch.float64)
-    prompts = ragged_prompts(5, count=5)
-    keys = [trajectory_key(3, 1, f"q{i}", 0) for i in range(5)]
-    session = HFEngine(model, tokenizer).session(keys, Sampling(), ())
-    limits = ([4, 9, 1, 6, 12], [7, 3, 8, 5, 2])
-    observation = [[11, 12, 13], [14], [15] * 9, [16, 17], [18] * 4]
-    turns = [session.generate(range(5), prompts, limits[0]), session.generate(range(5), observation, limits[1])]
-    for row in range(5):
-        ids = list(prompts[row])
-        for turn, generations in enumerate(turns):
-            ids += observation[row] if turn else []
-            for token in generations[row].ids:
-                place = np.array([len(ids) - len(prompts[row])])
-                uniform = keyed_uniform(np.array([keys[row]], dtype=np.uint64), place)
-                expected, _ = sample(full_logprobs(model, ids)[-1:], uniform, Sampling())
-                assert token == expected.item()
-                ids.append(token)
+def row_by_row(model, tokenizer, key, turns, sampling):
+    """Sample one row without a cache: a full forward of everything so far for each token."""
+    ids, prompt, generations = [], len(turns[0][0]), []
+    for new_ids, limit in turns:
+        ids = ids + new_ids
+        said, logprobs, finish = [], [], "length"
+        for _ in range(limit):
+            with torch.no_grad():
+                logits = model(torch.tensor([ids])).logits[0, -1:]
+            uniform = keyed_uniform(np.array([key], dtype=np.uint64), np.array([len(ids) - prompt]))
+            token, logprob = (value.item() for value in sample(logits, uniform, sampling))
+            ids, said, logprobs = [*ids, token], [*said, token], [*logprobs, logprob]
+            if token == tokenizer.eos_token_id:
+                finish = "eos"
+                break
+            if any(stop in tokenizer.decode(said) for stop in ("d>", "</", "ab")):
+                finish = "stop"
+                break
+        generations.append((said, logprobs, finish))
+    return generations
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_that_come_and_go_equal_a_sampler_without_a_cache(tokenizer, seed):
+    """Ragged groups that join late, pause, stop in any order, and go on; float64, token for token."""
+    rng = np.random.default_rng(seed)
+    model = tiny_model(tokenizer, dtype=torch.float64)
+    sampling = [Sampling(), GREEDY, Sampling(temperature=1.7, top_p=0.9), Sampling(top_k=5)][seed % 4]
+
+    def text(length):
+        return rng.integers(0, len(tokenizer), length).tolist()
+
+    count = int(rng.integers(2, 14))
+    prompts = [text(int(rng.integers(1, 20))) for _ in range(count)]
+    for row in range(1, count):
+        if rng.random() < 0.5:
+            prompts[row] = prompts[row - 1]
+    keys = [trajectory_key(seed, 1, "q", row) for row in range(count)]
+    engine = HFEngine(model, tokenizer, prefill_tokens=int(rng.choice([1, 5, 40, 10_000])))
+    session = engine.session(keys, sampling, ("d>", "</", "ab"))
+    turns, generated = [[] for _ in range(count)], [[] for _ in range(count)]
+    joins = rng.integers(0, 3, count)
+    for call in range(5):
+        rows = [int(row) for row in rng.permutation(count) if call >= joins[row] and rng.random() < 0.75]
+        for row in rows:
+            turns[row].append((text(int(rng.choice([0, 1, 12]))) if turns[row] else prompts[row], int(rng.choice([1, 3, 12]))))
+        new_ids, limits = [turns[row][-1][0] for row in rows], [turns[row][-1][1] for row in rows]
+        for row, generation in zip(rows, session.generate(rows, new_ids, limits)):
+            generated[row].append(generation)
+    for row in range(count):
+        if not turns[row]:
+            continue
+        for got, (ids, logprobs, finish) in zip(
+            generated[row], row_by_row(model, tokenizer, keys[row], turns[row], sampling), strict=True
+        ):
+            assert (got.ids, got.finish) == (ids, finish)
+            assert got.logprobs == pytest.approx(logprobs, abs=1e-9)
+
+
+def test_the_longest_stop_string_is_seen_byte_by_byte(tokenizer):
+    pieces = ["a", "b", *"<information>", "c"]
+    generation = say(tokenizer, tiny_model(tokenizer), pieces, stops=("</search>", "<information>"))
+    assert (len(generation.ids), generation.finish) == (15, "stop")
+
+
+def test_a_think_block_stays_open_however_long_it_is(tokenizer):
+    pieces = ["<", "think", ">", *"x" * 60, "</", "search", ">", *"y" * 40, "</", "think", ">", "</", "answer", ">", "z"]
+    assert len(say(tokenizer, tiny_model(tokenizer), pieces, limit=200, think_aware=True).ids) == 112
+
+
+def test_a_tag_that_is_one_special_token_stops_too():
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</search>"]})
+    generation = say(tokenizer, tiny_model(tokenizer), ["<", "search", ">", "a", "</search>", "b"])
+    assert (len(generation.ids), generation.finish) == (5, "stop")
+
+
+@pytest.mark.parametrize("ends", [[70, 71], 70, None])
+def test_the_eos_ids_of_tokenizer_and_generation_config_all_end_a_turn(tokenizer, ends):
+    model = tiny_model(tokenizer)
+    model.generation_config.eos_token_id = ends
+    assert np.flatnonzero(HFEngine(model, tokenizer).is_eos).tolist() == sorted(
+        {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends] if ends else [])}
+    )
+
+
+def test_no_forward_of_a_prefill_exceeds_its_token_budget(tokenizer, monkeypatch):
+    shapes = []
+    forward = Session._forward
+
+    def spy(self, ids, *rest):
+        shapes.append(ids.shape)
+        return forward(self, ids, *rest)
+
+    monkeypatch.setattr(Session, "_forward", spy)
+    prompts = [[5 + i] * length for i, length in enumerate((3, 50, 50, 20, 20, 7))]
+    HFEngine(tiny_model(tokenizer), tokenizer, prefill_tokens=40).session(range(6), GREEDY, ()).generate(
+        range(6), prompts, [1] * 6
+    )
+    assert max(rows * width for rows, width in shapes) <= 40
+    assert sum(rows * width for rows, width in shapes) < 200  # of 150 tokens: short rows are not padded to long ones
+
+
+def test_rows_that_have_stopped_leave_the_decode_batch(tokenizer, monkeypatch):
+    widths = []
+    forward = Session._forward
+
+    def spy(self, ids, *rest):
+        widths.append(len(ids))
+        return forward(self, ids, *rest)
+
+    monkeypatch.setattr(Session, "_forward", spy)
+    session = HFEngine(tiny_model(tokenizer), tokenizer).session(range(8), Sampling(), ())
+    session.engine.is_eos[:] = False
+    session.generate(range(8), [[5 + i] for i in range(8)], [2] * 7 + [10])
+    assert widths == [8, 8] + [1] * 8
+
+
+@pytest.mark.parametrize("config", [MistralConfig, Phi3Config, Starcoder2Config])
+def test_a_window_without_layer_types_is_refused(tokenizer, config):
+    sizes = dict(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+                 num_key_value_heads=1, intermediate_size=32, pad_token_id=0, eos_token_id=1)  # fmt: skip
+    with pytest.raises(ValueError, match="sliding_window"):
+        HFEngine(AutoModelForCausalLM.from_config(config(**sizes, sliding_window=6)), tokenizer)
+    HFEngine(AutoModelForCausalLM.from_config(config(**sizes, sliding_window=None)), tokenizer)

@@ -85,7 +85,7 @@ def test_trained_ids_are_the_sampled_ids_whatever_is_retrieved(said, text, title
     search, answer = encode(TOKENIZER, "<search>q</search>"), encode(TOKENIZER, "<answer>a</answer>")
     script = [ids + search for ids in said_ids] + [answer]
     retriever = DictRetriever({"q": [Passage("1", title, text, 1.0)]})
-    (trajectory,), _ = play([script], retriever)
+    (trajectory,), _ = play([script], retriever, budget=Budget(64, 200, 120, 3, 1300))
     kept = [i for i, m in zip(trajectory.response_ids, trajectory.loss_mask) if m]
     assert kept == sum(script[: len(trajectory.turns)], [])
     for turn, ids in zip(trajectory.turns, script):

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from sapo.engine.sampling import Sampling, keyed_uniform, sample
+from sapo.policy import changed_logits
 from sapo.protocol import find_stop
 
 STOP_WINDOW = 24  # tokens decoded to look for a stop string: more than the bytes of any, each token has at least one
@@ -104,15 +105,19 @@ class HFEngine:
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, prefill_tokens: int = 16384
     ) -> None:
         config = model.config.get_text_config()
-        if getattr(config, "final_logit_softcapping", None) or getattr(config, "logit_scale", None):
+        if changed_logits(config):
             raise ValueError(
-                f"model type {config.model_type!r} changes its logits after the output layer, which neither the engine "
-                "nor the trainer's logprobs reproduce: use a model without logit soft-capping or scaling"
+                f"model type {config.model_type!r} changes its logits after the output layer "
+                f"({', '.join(changed_logits(config))}), which neither the engine nor the trainer's logprobs reproduce"
             )
-        if "sliding_attention" in (getattr(config, "layer_types", None) or []):
+        layer_types = getattr(config, "layer_types", None)
+        # Mistral, Phi-3 and StarCoder2 have no layer_types: a window in their config holds for every layer.
+        windowed = set(layer_types) != {"full_attention"} if layer_types else getattr(config, "sliding_window", None)
+        if windowed:
             raise ValueError(
-                f"model type {config.model_type!r} uses sliding-window attention, which the engine's cache does not "
-                "hold: use a model with full attention (for Qwen2, use_sliding_window: false)"
+                f"model type {config.model_type!r} has layers without full attention (layer_types, sliding_window), "
+                "which the engine's cache does not hold: use a model with full attention (for Qwen2 set "
+                "use_sliding_window: false; where no trajectory exceeds the window, sliding_window: null)"
             )
         if config._attn_implementation not in ("sdpa", "eager"):
             raise ValueError(
@@ -207,8 +212,7 @@ class Session:
             visible = torch.zeros(visible.shape, dtype=model.dtype, device=device).masked_fill(
                 ~visible, torch.finfo(model.dtype).min
             )
-        base = getattr(model, model.base_model_prefix)
-        return base(
+        return model.base_model(
             input_ids=torch.from_numpy(ids).to(device),
             attention_mask=visible,
             position_ids=position_ids,
