@@ -385,7 +385,9 @@ def prepare_models(config: Config, dist: Distributed) -> dict[str, str]:
             command = [sys.executable, "-m", "sapo.warm_start", "--config", str(config.run_dir / "config.yaml")]
             command += ["--no-faults", "--quiet"]
             alone = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
-            beside = subprocess.Popen(command, env=alone | {"OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parent)
+            alone |= {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+            alone["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), alone.get("PYTHONPATH"))))
+            beside = subprocess.Popen(command, env=alone)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
