@@ -62,7 +62,7 @@ class Job:
 
 
 class Evaluator:
-    """Runs jobs on one set of questions and keeps their results; a result on disk with the same conditions is reused."""
+    """Runs jobs on one set of questions and keeps their results; one on disk with the same conditions is reused."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ def choose_checkpoint(folder: Path, step: int | None) -> Path | None:
     if step == 0:
         return None
     if not checkpoints:
-        raise ValueError(f"{folder} has no checkpoint yet: train on with --resume, or evaluate its start: --checkpoint 0")
+        raise ValueError(f"{folder} has no checkpoint yet: go on with --resume, or evaluate its start: --checkpoint 0")
     if step is None:
         return checkpoints[-1]
     for checkpoint in checkpoints:

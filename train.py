@@ -475,7 +475,8 @@ def run(config: Config, *, resume: bool, dry_run: bool) -> None:
         checkpoint = open_run(config, resume)
         if checkpoint is not None and checkpoint_step(checkpoint) >= config.optim.steps:
             if dist.is_main:
-                print(f"{config.run_dir} is finished: {checkpoint_step(checkpoint)} steps; report {report_path(config)}")
+                steps = checkpoint_step(checkpoint)
+                print(f"{config.run_dir} is finished: {steps} steps; report {config.run_dir / 'report.html'}")
             return
         if dist.is_main:
             print(plan)
@@ -529,18 +530,15 @@ def run(config: Config, *, resume: bool, dry_run: bool) -> None:
                 if dist.is_main:
                     done, seconds = trainer.steps_done, round(time.monotonic() - began, 1)
                     write_run_record(config, status=status, steps_done=done, wall_s=seconds)
-                    logger.message(f"{status} after {done} steps, {seconds:.0f} s; report {write_report(config.run_dir)}")
+                    report = write_report(config.run_dir)
+                    logger.message(f"{status} after {done} steps, {seconds:.0f} s; report {report}")
     finally:
         if sys.exc_info()[0] is None:
             dist.end()
 
 
-def report_path(config: Config) -> Path:
-    return config.run_dir / "report.html"
-
-
 def check_model(config: Config) -> None:
-    """Load what of the model costs nothing: its configuration and tokenizer. Raises ValueError when they are missing."""
+    """Load what of the model costs nothing: its configuration and tokenizer. Raises ValueError when one is missing."""
     if config.warm_start is None:
         try:
             AutoConfig.from_pretrained(config.model.path)

@@ -84,8 +84,8 @@ def load_checkpoint(checkpoint: Path, dist: Distributed, updater: Updater) -> di
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     if dist.zero_stage != state["zero_stage"] or (dist.zero_stage and dist.world_size != state["world_size"]):
         raise ValueError(
-            f"{checkpoint} was saved with ZeRO stage {state['zero_stage']} on {state['world_size']} ranks, this run has "
-            f"stage {dist.zero_stage} on {dist.world_size}: resume with the saved ones (without ZeRO any number of "
+            f"{checkpoint} was saved with ZeRO stage {state['zero_stage']} on {state['world_size']} ranks, this run "
+            f"has stage {dist.zero_stage} on {dist.world_size}: resume with the saved ones (without ZeRO any number of "
             "ranks will do), or start a new run with model.path set to its folder model/"
         )
     updater.load(checkpoint / "trainer")

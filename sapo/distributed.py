@@ -156,7 +156,7 @@ def setup(
     if not zero_stage and accelerator.distributed_type in sharded:
         raise RuntimeError(
             f"the launcher set up {accelerator.distributed_type.value}, but this program configures sharding itself: "
-            "set distributed.zero_stage to 1, 2 or 3, or start without --use_deepspeed, --use_fsdp and their config file."
+            "set distributed.zero_stage to 1, 2 or 3, or start without --use_deepspeed, --use_fsdp or their config."
         )
     set_seed(seed)
     return Distributed(
