@@ -28,23 +28,20 @@ from retriever.service import NullRetriever
 from retriever.types import Retriever
 from sapo.assemble import (
     connect_retriever_in_turn,
+    evaluate_engine,
     evaluation_conditions,
     load_sources,
     print_user_error,
     quieten,
-    rollout_budget,
     rollout_sampling,
-    source_commit,
 )
 from sapo.checkpoint import checkpoint_step, list_checkpoints
 from sapo.config import Config, load_config
 from sapo.data import load_questions
 from sapo.distributed import Distributed, setup
 from sapo.engine.hf import HFEngine
-from sapo.engine.sampling import GREEDY, Sampling
-from sapo.evaluation import evaluate_questions, write_evaluation
+from sapo.engine.sampling import GREEDY
 from sapo.policy import load_policy
-from sapo.protocol import PROTOCOLS
 from sapo.report import write_report
 from sapo.types import Question
 
@@ -94,27 +91,19 @@ class Evaluator:
             job.model, dtype=self.dist.weights_dtype, attn_implementation=self.config.model.attn_implementation
         )
         engine = HFEngine(model.to(self.dist.device), tokenizer, prefill_tokens=self.config.rollout.prefill_tokens)
-        summary, rows = evaluate_questions(
+        result = evaluate_engine(
+            self.config,
+            self.dist,
             engine,
             self.retriever if job.retrieval else NullRetriever(),
-            tokenizer,
-            PROTOCOLS[self.config.protocol.template],
             self.questions,
-            budget=rollout_budget(self.config),
-            sampling=sampling,
-            top_k=self.config.retriever.top_k,
-            seed=self.config.seed,
-            think_aware=self.config.protocol.think_aware,
-            batch_questions=self.config.rollout.questions_per_step * self.config.rollout.group_size,
-            rank=self.dist.rank,
-            world_size=self.dist.world_size,
-            gather=self.dist.gather_objects,
+            sampling,
+            conditions,
+            self.folder,
+            job.name,
             progress=lambda done, of: self.say(f"\r{job.label}: {done}/{of} questions", end=""),
         )
         self.say("\r\x1b[K", end="")
-        result = conditions | summary | {"commit": source_commit()}
-        if self.dist.is_main:
-            write_evaluation(self.folder, job.name, result, rows)
         return result
 
     def say(self, text: str, end: str = "\n") -> None:
@@ -124,20 +113,26 @@ class Evaluator:
 
 
 def plan_jobs(
-    config: Config, checkpoint: Path | None, start_model: str, fault_free: str | None, prefix: str, only: str | None
+    checkpoint: Path | None,
+    start_model: str,
+    fault_free: str | None,
+    prefix: str,
+    only: str | None,
+    no_retrieval: bool,
+    start_label: str = "before",
 ) -> list[Job]:
-    """Return the evaluations of a run: before and after, greedy and sampled, and what they are compared with."""
+    """Return the evaluations: before and after, greedy and sampled, and what they are compared with."""
     decodings = ("greedy", "sampled") if only is None else (only,)
     after = start_model if checkpoint is None else checkpoint / "model"
     step = 0 if checkpoint is None else checkpoint_step(checkpoint)
     jobs = []
     for decoding in decodings:
-        jobs.append(Job("before", f"{prefix}step_0_{decoding}", start_model, 0, decoding))
+        jobs.append(Job(start_label, f"{prefix}step_0_{decoding}", start_model, 0, decoding))
         if checkpoint is not None:
             jobs.append(Job(f"after {step} steps", f"{prefix}step_{step}_{decoding}", after, step, decoding))
         if fault_free:
             jobs.append(Job("fault-free warm start", f"{prefix}fault_free_{decoding}", fault_free, None, decoding))
-    if config.world is not None and "greedy" in decodings:
+    if no_retrieval and "greedy" in decodings:
         jobs.append(Job("after, nothing retrieved", f"{prefix}no_retrieval_greedy", after, step, "greedy", False))
     return jobs
 
@@ -192,10 +187,16 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError("there are no held-out questions: give --data FILE, or set data.eval in the config")
     retriever = connect_retriever_in_turn(config, sources, dist)
     evaluator = Evaluator(config, dist, questions, retriever, folder / "eval", options.fresh)
-    jobs = plan_jobs(config, checkpoint, start_model, fault_free, prefix, options.decoding)
-    if options.data or not options.run:
-        jobs = [job for job in jobs if job.retrieval and "fault-free" not in job.label]
-        jobs = [dataclasses.replace(job, label="model") for job in jobs] if checkpoint is None else jobs
+    own = bool(options.run) and not options.data  # the run's own held-out questions: with everything to compare with
+    jobs = plan_jobs(
+        checkpoint,
+        start_model,
+        fault_free if own else None,
+        prefix,
+        options.decoding,
+        no_retrieval=own and config.world is not None,
+        start_label="before" if own or checkpoint is not None else "model",
+    )
     results = [(job, evaluator.run(job)) for job in jobs]
     if dist.is_main:
         print_table(results)

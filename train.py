@@ -36,6 +36,7 @@ from sapo.assemble import (
     Sources,
     connect_retriever_in_turn,
     eval_decodings,
+    evaluate_engine,
     evaluation_conditions,
     load_sources,
     package_versions,
@@ -47,11 +48,11 @@ from sapo.assemble import (
 )
 from sapo.batch import Minibatch, plan_step
 from sapo.checkpoint import checkpoint_step, list_checkpoints, load_checkpoint, save_checkpoint
-from sapo.config import BatchPlan, Config, batch_plan, config_warnings, load_config, to_yaml
+from sapo.config import Config, batch_plan, config_warnings, load_config, to_yaml
 from sapo.data import step_questions
 from sapo.distributed import Distributed, Updater, setup, warmup_lr
 from sapo.engine.hf import HFEngine
-from sapo.evaluation import evaluate_questions, trajectory_row, write_atomically, write_evaluation, write_rows
+from sapo.evaluation import trajectory_row, write_atomically, write_rows
 from sapo.loss import policy_loss
 from sapo.metrics import MetricsLogger, finalise, rollout_metrics, token_quantile
 from sapo.policy import Policy, load_policy, load_tokenizer
@@ -78,7 +79,6 @@ class Trainer:
     """What a step needs, assembled once."""
 
     config: Config
-    plan: BatchPlan
     dist: Distributed
     sources: Sources
     retriever: Retriever
@@ -301,32 +301,24 @@ def evaluate(trainer: Trainer, logger: MetricsLogger, step: int) -> dict[str, fl
     metrics: dict[str, float] = {}
     if not questions:
         return metrics
+    model = trainer.start_model if step == 0 else str(config.run_dir / "checkpoints" / f"step_{step}" / "model")
     for name, sampling in eval_decodings(config).items():
+        conditions = evaluation_conditions(config, questions, sampling, model, step, trainer.retriever.info())
         with trainer.updater.generation():
-            summary, rows = evaluate_questions(
+            result = evaluate_engine(
+                config,
+                dist,
                 trainer.engine,
                 trainer.retriever,
-                trainer.tokenizer,
-                PROTOCOLS[config.protocol.template],
                 questions,
-                budget=rollout_budget(config),
-                sampling=sampling,
-                top_k=config.retriever.top_k,
-                seed=config.seed,
-                think_aware=config.protocol.think_aware,
-                batch_questions=trainer.plan.responses_per_rank,
-                rank=dist.rank,
-                world_size=dist.world_size,
-                gather=dist.gather_objects,
+                sampling,
+                conditions,
+                config.run_dir / "eval",
+                f"step_{step}_{name}",
             )
-        if dist.is_main:
-            model = trainer.start_model if step == 0 else str(config.run_dir / "checkpoints" / f"step_{step}" / "model")
-            conditions = evaluation_conditions(config, questions, sampling, model, step, trainer.retriever.info())
-            result = conditions | summary | {"commit": source_commit()}
-            write_evaluation(config.run_dir / "eval", f"step_{step}_{name}", result, rows)
         suffix = "" if name == "greedy" else f"_{name}"
-        metrics |= {f"eval/heldout/{score}{suffix}": summary[score] for score in ("em", "f1", "searches")}
-        logger.message(f"step {step}: held-out EM {summary['em']:.3f}, F1 {summary['f1']:.3f} ({name}, n={len(rows)})")
+        metrics |= {f"eval/heldout/{score}{suffix}": result[score] for score in ("em", "f1", "searches")}
+        logger.message(f"step {step}: held-out EM {result['em']:.3f}, F1 {result['f1']:.3f} ({name}, n={result['n']})")
     return metrics
 
 
@@ -417,7 +409,7 @@ def make_warm_start(config: Config, *, faults: bool, show: bool = False) -> Path
 
 
 def open_run(config: Config, resume: bool) -> Path | None:
-    """Create the run folder, or return the checkpoint to resume from (None: from the start).
+    """Check that the run folder may be used; return the checkpoint to resume from (None: from the start).
 
     Raises ValueError when the folder exists and was not to be resumed, or holds a run of other settings.
     """
@@ -507,7 +499,7 @@ def run(config: Config, *, resume: bool, dry_run: bool) -> None:
         models = prepare_models(config, dist)
         if dist.is_main:
             write_run_record(config, **models)
-        trainer = assemble(config, plan, dist, sources, retriever, models["start_model"], checkpoint)
+        trainer = assemble(config, dist, sources, retriever, models["start_model"], checkpoint)
         wandb = config.logging.wandb
         with MetricsLogger(
             config.run_dir,
@@ -552,7 +544,6 @@ def check_model(config: Config) -> None:
 
 def assemble(
     config: Config,
-    plan: BatchPlan,
     dist: Distributed,
     sources: Sources,
     retriever: Retriever,
@@ -580,7 +571,7 @@ def assemble(
     engine = HFEngine(model, tokenizer, prefill_tokens=config.rollout.prefill_tokens)
     steps_done = 0 if checkpoint is None else checkpoint_step(checkpoint)
     return Trainer(
-        config, plan, dist, sources, retriever, tokenizer, updater, reference, engine, start_model, steps_done
+        config, dist, sources, retriever, tokenizer, updater, reference, engine, start_model, steps_done
     )
 
 

@@ -73,7 +73,7 @@ def main() -> None:
         start = train.prepare_models(config, dist)["start_model"]
         config = config.model_copy(update={"output_dir": train.Path(folder)})
         retriever = connect_retriever(config, sources)
-        trainer = train.assemble(config, batch_plan(config, 1), dist, sources, retriever, start, None)
+        trainer = train.assemble(config, dist, sources, retriever, start, None)
 
         seconds: Counter = Counter()
         timed(hf.Session, "_forward", "rollout: model forward", seconds)
@@ -109,7 +109,7 @@ def main() -> None:
 
     weights = sum(p.numel() for n, p in trainer.engine.model.named_parameters() if "embed" not in n and p.ndim == 2)
     head = trainer.engine.model.get_output_embeddings().weight.numel()
-    responses = trainer.plan.responses_per_step
+    responses = batch_plan(config, 1).responses_per_step
     prompt_tokens = len(trainer.tokenizer(sources.train[0].question)["input_ids"]) + 4
     response_tokens = sum(r["rollout/response_tokens"] for r in rows[1:]) / steps
     sampled = sum(r["rollout/sampled_tokens"] for r in rows[1:]) / steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -11,7 +12,7 @@ import platform
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,10 @@ from retriever.types import IndexInfo, Retriever
 from sapo.config import Config, ConfigError
 from sapo.data import load_questions
 from sapo.distributed import Distributed
+from sapo.engine.hf import HFEngine
 from sapo.engine.sampling import GREEDY, Sampling
+from sapo.evaluation import evaluate_questions, write_evaluation
+from sapo.protocol import PROTOCOLS
 from sapo.rollout import Budget
 from sapo.types import Question
 from sapo.world import make_world, write_corpus, write_questions
@@ -161,6 +165,46 @@ def evaluation_conditions(
     }
 
 
+def evaluate_engine(
+    config: Config,
+    dist: Distributed,
+    engine: HFEngine,
+    retriever: Retriever,
+    questions: Sequence[Question],
+    sampling: Sampling,
+    conditions: dict[str, Any],
+    folder: Path,
+    name: str,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Score the engine's model, write `<name>.json` and its predictions into `folder`, and return the result.
+
+    conditions: of `evaluation_conditions`, recorded with the scores. All ranks must call; each gets the whole result.
+    """
+    summary, rows = evaluate_questions(
+        engine,
+        retriever,
+        engine.tokenizer,
+        PROTOCOLS[config.protocol.template],
+        questions,
+        budget=rollout_budget(config),
+        sampling=sampling,
+        top_k=config.retriever.top_k,
+        seed=config.seed,
+        think_aware=config.protocol.think_aware,
+        batch_questions=max(1, config.rollout.questions_per_step * config.rollout.group_size // dist.world_size),
+        rank=dist.rank,
+        world_size=dist.world_size,
+        gather=dist.gather_objects,
+        progress=progress,
+    )
+    result = conditions | summary | {"commit": source_commit()}
+    if dist.is_main:
+        write_evaluation(folder, name, result, rows)
+    return result
+
+
+@functools.cache
 def source_commit() -> str | None:
     """Return the git commit of the code, with "+" when files differ from it; None outside a checkout."""
     root = Path(__file__).resolve().parent.parent
