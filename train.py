@@ -67,7 +67,7 @@ from sapo.warm_start import show_progress, warm_start
 MAY_CHANGE = (
     "output_dir", "optim.steps", "optim.micro_batch", "optim.max_nonfinite", "eval.", "checkpoint.", "logging.",
     "distributed.offload", "distributed.timeout_s", "model.threads", "model.gradient_checkpointing",
-    "rollout.prefill_tokens", "retriever.url", "retriever.timeout_s",
+    "rollout.prefill_tokens", "rollout.max_rows", "retriever.url", "retriever.timeout_s",
 )  # fmt: skip
 
 # What a launcher sets for its own processes; a process started beside the run must not take itself for one of them.
@@ -171,6 +171,8 @@ def roll_out(trainer: Trainer, questions: Sequence, step: int) -> tuple[list[Tra
             seed=config.seed,
             step=step,
             think_aware=config.protocol.think_aware,
+            schedule=config.rollout.schedule,
+            max_rows=config.rollout.max_rows,
         )
 
 
@@ -269,6 +271,7 @@ def step_metrics(
         "time/generate_s": times.generate_s,
         "time/retrieval_s": times.retrieval_s,
         "memory/peak_bytes": float(peak_bytes),
+        "memory/kv_cache_bytes": float(times.cache_bytes),
     }
     total = dist.reduce(sums, maxima)
     metrics = finalise(total) | {name: total[name] for name in maxima}

@@ -192,7 +192,8 @@ def evaluate_engine(
         top_k=config.retriever.top_k,
         seed=config.seed,
         think_aware=config.protocol.think_aware,
-        batch_questions=max(1, config.rollout.questions_per_step * config.rollout.group_size // dist.world_size),
+        batch_questions=config.rollout.max_rows
+        or max(1, config.rollout.questions_per_step * config.rollout.group_size // dist.world_size),
         rank=dist.rank,
         world_size=dist.world_size,
         gather=dist.gather_objects,

@@ -103,7 +103,7 @@ class RolloutSettings(Section):
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Drop tokens below this fraction of the most likely token's probability; 0 is off."""
     max_prompt_tokens: Count = 2048
-    """Tokens of a prompt; a longer one is an error."""
+    """Tokens of a prompt; a question with a longer one is not rolled out, its trajectories are marked truncated."""
     max_turn_tokens: Count = 512
     """Sampled tokens of one turn."""
     max_observation_tokens: Count = 512
@@ -113,12 +113,23 @@ class RolloutSettings(Section):
     max_trajectory_tokens: Count = 7680
     """Tokens of prompt, turns and observations together; a trajectory that would exceed it ends, marked truncated."""
     prefill_tokens: Count = 16384
-    """Padded tokens in one forward that fills the cache (prompts, observations); bounds its peak memory."""
+    """Tokens in one forward that fills the cache (prompts, observations); bounds its peak memory."""
+    schedule: Literal["lockstep", "async"] = "lockstep"
+    """`lockstep`: all trajectories go from turn to turn together; repeats bit for bit. `async`: those whose documents
+    have come go on while others write; the same trajectories up to float rounding, so not bit-equal between runs."""
+    max_rows: Count | None = None
+    """Trajectories that a rank holds in its cache at once, in whole groups; null is all of them. Bounds the cache to
+    max_rows * max_trajectory_tokens tokens."""
     logprobs: Literal["sampled", "full"] = "sampled"
     """Distribution that sampling_logprobs are of: after temperature, top_p, top_k and min_p, or the full softmax."""
 
     @model_validator(mode="after")
-    def _first_turn_fits(self) -> RolloutSettings:
+    def _fits(self) -> RolloutSettings:
+        if self.max_rows is not None and self.max_rows < self.group_size:
+            raise ValueError(
+                f"rollout.max_rows = {self.max_rows} cannot hold a group of rollout.group_size = {self.group_size}: "
+                "raise it to at least the group size"
+            )
         needed = self.max_prompt_tokens + self.max_turn_tokens
         if needed > self.max_trajectory_tokens:
             raise ValueError(

@@ -137,6 +137,21 @@ def find_stop(text: str, stop_strings: Iterable[str], think_aware: bool = False)
     return None if first is None else (first[1], first[2])
 
 
+def completed_tags(text: str, begin: int, tags: Iterable[str]) -> list[str]:
+    """Return the tags of `text` that end after character `begin`, in the order of their ends.
+
+    >>> completed_tags("a</think><b>", 4, ("<b>", "</think>", "a<"))
+    ['</think>', '<b>']
+    """
+    found = []
+    for tag in tags:
+        start = text.find(tag, max(0, begin - len(tag) + 1))
+        while start >= 0:
+            found.append((start + len(tag), tag))
+            start = text.find(tag, start + 1)
+    return [tag for _, tag in sorted(found)]
+
+
 def parse_turn(text: str, protocol: Protocol, think_aware: bool = False) -> ParsedTurn:
     """Return the action of a turn's text. The first completed closing tag decides.
 

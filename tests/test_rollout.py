@@ -1,13 +1,20 @@
+import contextlib
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from retriever.types import Passage, RetrieverError
 from sapo.engine.hf import Generation, HFEngine
 from sapo.engine.sampling import Sampling
 from sapo.protocol import PROTOCOLS
-from sapo.rollout import Budget, encode, encode_observation, encode_prompt, rollout, special_strings
+from sapo.rollout import Budget, check_stop_strings, encode, encode_observation, encode_prompt, rollout, special_strings
 from sapo.types import Question
 from tests.test_engine import full_logprobs, tiny_model
 from tests.tiny import DictRetriever, tiny_tokenizer
@@ -18,17 +25,37 @@ FRANCE = Passage("7", '"France"', "Its capital is Paris.", 1.0)
 
 
 class Scripted:
-    """Stands in for the engine: each row says its texts turn by turn, one token id list each, cut at the limit."""
+    """Stands in for engine and session: each row says its texts turn by turn, one id list each, cut at the limit.
+
+    `step` ends the turns that `start` began, one row at a time, the last one first.
+    """
 
     def __init__(self, scripts):
         self.scripts = [list(script) for script in scripts]
         self.seen = [[] for _ in scripts]  # every id the engine was given or sampled, in order
+        self.cache = SimpleNamespace(peak_bytes=0)
+        self.freed, self.most, self.writing = [], 0, {}
+
+    def inference(self):
+        return contextlib.nullcontext()
+
+    def start(self, rows, new_ids, limits):
+        self.writing |= dict(zip(rows, self.generate(rows, new_ids, limits)))
+        return {}
+
+    def step(self):
+        return dict([self.writing.popitem()])
+
+    def free(self, rows):
+        assert not set(rows) & {*self.freed, *self.writing}
+        self.freed += rows
 
     def session(self, keys, sampling, stop_strings, think_aware=False):
         assert len(keys) == len(self.scripts)
         return self
 
     def generate(self, rows, new_ids, limits):
+        self.most = max(self.most, sum(map(bool, self.seen)) - len(self.freed))
         out = []
         for row, new, limit in zip(rows, new_ids, limits):
             said = self.scripts[row].pop(0)
@@ -40,9 +67,21 @@ class Scripted:
         return out
 
 
-def play(scripts, retriever=None, *, budget=Budget(64, 60, 120, 3, 700), questions=None, top_k=1, **options):
-    """Roll out one trajectory for each script."""
-    engine = Scripted(scripts)
+def play(
+    scripts,
+    retriever=None,
+    *,
+    budget=Budget(64, 60, 120, 3, 700),
+    questions=None,
+    top_k=1,
+    engine=None,
+    engines=None,
+    **options,
+):
+    """Roll out one trajectory for each script; the scripted engine goes to `engines`."""
+    engine = engine or Scripted(scripts)
+    if engines is not None:
+        engines.append(engine)
     questions = questions or [Question(f"q{i}", "where", ("x",)) for i in range(len(scripts))]
     found = retriever or DictRetriever({"France": [FRANCE]})
     group_size = len(scripts) // len(questions)
@@ -95,14 +134,30 @@ def test_trained_ids_are_the_sampled_ids_whatever_is_retrieved(said, text, title
     assert not specials & set(observed)
 
 
-def test_queries_of_a_turn_are_one_call_without_repeats():
-    retriever = DictRetriever({"France": [FRANCE]})
-    search, answer = "<search>France</search>", "<answer>Paris</answer>"
-    trajectories, times = play([[search, answer], [search, search, answer], ["x", answer], [answer]], retriever)
-    assert retriever.calls == [["France"], ["France"]]
-    assert (times.queries, times.unique_queries) == (3, 2)
-    assert [t.searches for t in trajectories] == [1, 2, 0, 0]
-    assert trajectories[0].turns[0].passages == (FRANCE,)
+def test_queries_of_a_turn_are_one_call_and_none_is_asked_twice_in_a_step():
+    passages = {"France": [FRANCE], "Spain": [replace(FRANCE, id="8", title='"Spain"')]}
+    retriever = DictRetriever(passages)
+    france, spain, answer = "<search>France</search>", "<search>Spain</search>", "<answer>Paris</answer>"
+    scripts = [[france, answer], [france, spain, answer], ["x", france, answer], [answer]]
+    trajectories, times = play(scripts, retriever)
+    assert retriever.calls == [["France"], ["Spain"]]
+    assert (times.queries, times.unique_queries) == (4, 2)
+    assert [t.searches for t in trajectories] == [1, 2, 1, 0]
+    assert trajectories[0].turns[0].passages == trajectories[2].turns[1].passages == (FRANCE,)
+    assert trajectories[0].turns[0].observation == trajectories[2].turns[1].observation == PLAIN.observation([FRANCE])
+    again = DictRetriever(passages)
+    play(scripts, again)
+    assert again.calls == retriever.calls  # the next step asks anew
+
+
+def test_the_least_recently_used_query_is_forgotten_first(monkeypatch):
+    monkeypatch.setattr("sapo.rollout.KNOWN_QUERIES", 2)
+    said = [f"<search>{letter}</search>" for letter in "abacab"]
+    retriever = DictRetriever({})
+    (trajectory,), times = play([[*said, "<answer>x</answer>"]], retriever, budget=Budget(64, 60, 120, 7, 1300))
+    assert trajectory.answer == "x"
+    assert retriever.calls == [["a"], ["b"], ["c"], ["b"]]  # c drove b out, not a
+    assert times.queries == 6
 
 
 def test_the_last_generation_may_only_answer():
@@ -196,18 +251,92 @@ def test_think_aware_is_passed_to_parser():
     assert trajectory.answer == "x"
 
 
-def test_groups_are_whole_and_ordered_and_errors_of_the_retriever_come_through():
+def test_groups_are_whole_and_ordered():
     questions = [Question("a", "same text", ("x",)), Question("b", "same text", ("x",))]
     answer = "<answer>x</answer>"
     trajectories, _ = play([[answer]] * 6, questions=questions)
     assert [(t.question.id, t.sample) for t in trajectories] == [(i, s) for i in "ab" for s in range(3)]
 
+
+def outcome(trajectories):
+    return [(t.question.id, t.sample, t.ids, t.loss_mask, t.turns, t.answer, t.truncated) for t in trajectories]
+
+
+@pytest.mark.parametrize("max_rows", [None, 1, 4, 7])
+def test_async_rolls_out_the_same_as_lockstep(max_rows):
+    search, answer = "<search>France</search>", "<answer>x</answer>"
+    scripts = [[search, "bad", answer], [answer], ["bad", search, search, search], [search, answer]] * 3
+    questions = [Question(f"q{i}", "where", ("x",)) for i in range(6)]
+    expected, _ = play(scripts, questions=questions)
+    engines = []
+    got, times = play(scripts, questions=questions, schedule="async", max_rows=max_rows, engines=engines)
+    assert outcome(got) == outcome(expected)
+    assert times.queries == 12 and times.unique_queries == 1
+    assert sorted(engines[0].freed) == list(range(12))
+    assert engines[0].most <= max(2, max_rows or 12)  # whole groups of two
+
+
+def test_lockstep_holds_at_most_max_rows():
+    engines = []
+    questions = [Question(f"q{i}", "where", ("x",)) for i in range(4)]
+    got, _ = play([["bad", "<answer>x</answer>"]] * 8, questions=questions, max_rows=5, engines=engines)
+    assert engines[0].most == 4 and all(t.answer == "x" for t in got)
+
+
+def test_async_writes_on_while_documents_are_looked_up():
+    released = threading.Event()
+
+    class Slow(DictRetriever):
+        def search(self, queries, k):
+            assert released.wait(20), "the other row did not write while this call waited"
+            return super().search(queries, k)
+
+    class Watching(Scripted):
+        def step(self):
+            finished = super().step()
+            if any(len(turns) == 0 for turns in self.scripts[1:]):
+                released.set()
+            return finished
+
+    scripts = [["<search>France</search>", "<answer>x</answer>"], ["bad", "bad", "<answer>y</answer>"]]
+    (asked, wrote), _ = play(scripts, Slow({"France": [FRANCE]}), engine=Watching(scripts), schedule="async")
+    assert (asked.answer, wrote.answer) == ("x", "y")
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "async"])
+def test_an_error_of_the_retriever_ends_the_rollout(schedule):
     class Down(DictRetriever):
         def search(self, queries, k):
             raise RetrieverError("http://x is down")
 
     with pytest.raises(RetrieverError, match="down"):
-        play([["<search>q</search>", answer]], Down({}))
+        play([["<search>q</search>", "<answer>x</answer>"], ["bad"] * 4], Down({}), schedule=schedule)
+
+
+def test_a_tokenizer_that_cannot_write_a_tag_is_refused():
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "search": 1}, unk_token="<unk>"))
+    with pytest.raises(ValueError, match="cannot write the tag '</search>'"):
+        check_stop_strings(PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>"), PLAIN.stop_strings)
+    check_stop_strings(TOKENIZER, PLAIN.stop_strings)
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "async"])
+@pytest.mark.parametrize("max_rows", [1, 7, 64])
+def test_in_float64_a_trajectory_depends_on_neither_batch_nor_schedule(schedule, max_rows):
+    model = tiny_model(TOKENIZER, seed=3, dtype=torch.float64)
+
+    def roll(questions, **options):
+        trajectories, _ = rollout(
+            HFEngine(model, TOKENIZER), DictRetriever({}), TOKENIZER, PLAIN, questions, group_size=1,
+            budget=Budget(64, 20, 40, 3, 300), sampling=Sampling(), top_k=1, seed=0, step=1, **options
+        )  # fmt: skip
+        return sorted(outcome(trajectories))
+
+    questions = [Question(f"q{i:02}", "w" * (i % 9 + 1), ("x",)) for i in range(64)]
+    expected = roll(questions)
+    assert roll(questions[::-1], schedule=schedule, max_rows=max_rows) == expected
+    # as two ranks would
+    assert sorted(roll(questions[::2], schedule=schedule) + roll(questions[1::2], schedule=schedule)) == expected
 
 
 def test_rollout_with_the_real_engine_equals_one_full_forward():

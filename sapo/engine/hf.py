@@ -1,33 +1,36 @@
 """The exact reference engine: token ids in, sampled ids and logprobs out, on a Hugging Face causal LM.
 
-A session keeps the keys and values of its rows over turns, so each token is forwarded once. The cache has one rule:
-**the slot of a token is its position**. A row's tokens lie at slots 0..length-1 with no holes and no padding, whatever
-the other rows do, and a query at position p sees the slots <= p. What a padded column wrote beyond a row's length is
-overwritten by the row's next tokens before any query can see it.
+A session keeps the keys and values of its rows over turns (see `sapo/engine/kv_cache.py`), so each token is forwarded
+once, packed without padding: prompts and observations in chunks of a token budget, then one token a step for the rows
+that still write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache
 
+from sapo.engine.kv_cache import ATTENTION, SPAN_TOKENS, KVCache, additive_mask, runs_of
 from sapo.engine.sampling import Sampling, keyed_uniform, sample
 from sapo.policy import changed_logits
-from sapo.protocol import find_stop
+from sapo.protocol import completed_tags
 
-STOP_WINDOW = 24  # tokens decoded to look for a stop string: more than the bytes of any, each token has at least one
-COMPACT_BELOW = 0.75  # share of live rows in the decode batch below which the dead ones are moved out
+STOP_WINDOW = 24  # tokens decoded to look for a tag: more than the bytes of any, each token has at least one
+SAMPLE_LOGITS = 1 << 24  # logits sampled from at once: some 20 bytes each
+STATIC_SLOTS = 128  # a static step reads whole multiples of so many slots
+STATIC_LIVE_SHARE = 0.75  # and its batch is made again when fewer of its rows live: capturing costs a few steps
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What one call sampled for one row: ids and logprobs [n] in nats, and why it ended.
+    """What one turn sampled for one row: ids and logprobs [n] in nats, and why it ended.
 
     "stop": the last token completed a stop string (later characters of that token are kept); "eos": the last token
     is an end-of-sequence id; "length": the limit was reached.
@@ -38,72 +41,22 @@ class Generation:
     finish: Literal["stop", "eos", "length"]
 
 
-class KVCache(Cache):
-    """Keys and values of R rows as two [R, heads, S, D] tensors a layer; slot = position (see the module docstring).
-
-    `select` says which rows the next forward covers and where its tokens go; the model then calls `update`.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
-        self.rows: slice | torch.Tensor = slice(0, 0)
-        self.capacity_rows = 0
-        self.capacity_slots = 0
-
-    def reserve(self, rows: int, slots: int) -> None:
-        """Make room for at least `rows` rows of `slots` slots; grows in steps of a quarter to bound copying."""
-        if rows <= self.capacity_rows and slots <= self.capacity_slots:
-            return
-        self.capacity_rows = max(rows, self.capacity_rows)
-        if slots > self.capacity_slots:
-            self.capacity_slots = -(-max(slots, self.capacity_slots * 5 // 4) // 32) * 32
-        for tensors in (self.keys, self.values):
-            for layer, old in enumerate(tensors):
-                old_rows, heads, old_slots, dim = old.shape
-                tensors[layer] = old.new_zeros(self.capacity_rows, heads, self.capacity_slots, dim)
-                tensors[layer][:old_rows, :, :old_slots] = old
-
-    def select(self, rows: slice | torch.Tensor, positions: torch.Tensor, slots: int) -> None:
-        """Aim the next forward at `rows`: a slice (read in place) or an index [n] (read by copy).
-
-        positions [n, W]: where the W new tokens of each row go. slots: how many slots its queries may see.
-        """
-        self.rows = rows
-        index = torch.arange(rows.start, rows.stop, device=positions.device) if isinstance(rows, slice) else rows
-        self.write_index = (index[:, None], slice(None), positions)  # of a tensor [n, W, heads, D]
-        self.slots = slots
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the new [n, heads, W, D] states and return all visible ones, [n, heads, slots, D]."""
-        if layer_idx == len(self.keys):
-            for tensors, new in ((self.keys, key_states), (self.values, value_states)):
-                tensors.append(new.new_zeros(self.capacity_rows, new.shape[1], self.capacity_slots, new.shape[3]))
-        seen = []
-        for tensors, new in ((self.keys, key_states), (self.values, value_states)):
-            tensors[layer_idx][self.write_index] = new.transpose(1, 2)
-            seen.append(tensors[layer_idx][self.rows, :, : self.slots])
-        return seen[0], seen[1]
-
-    def copy_rows(self, source: list[int], target: list[int], slots: int) -> None:
-        """Copy the first `slots` slots of rows `source` over rows `target`; the two may overlap (a swap)."""
-        for tensors in (self.keys, self.values):
-            for tensor in tensors:
-                tensor[target, :, :slots] = tensor[source, :, :slots]
-
-
 class HFEngine:
     """Sample from `model` in place: it always uses the current weights, and keeps nothing between sessions.
 
-    prefill_tokens bounds the padded tokens of one forward, and so its memory, whatever the number of rows.
+    prefill_tokens bounds the tokens of one forward, and so its memory, whatever the number of rows. Raises ValueError
+    for a model whose logits or attention the engine would not compute exactly.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, prefill_tokens: int = 16384
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        prefill_tokens: int = 16384,
+        static_decode: bool | None = None,
     ) -> None:
+        """static_decode: decode with fixed shapes (see `StaticStep`); None means on a GPU."""
         config = model.config.get_text_config()
         if changed_logits(config):
             raise ValueError(
@@ -119,20 +72,40 @@ class HFEngine:
                 "which the engine's cache does not hold: use a model with full attention (for Qwen2 set "
                 "use_sliding_window: false; where no trajectory exceeds the window, sliding_window: null)"
             )
-        if config._attn_implementation not in ("sdpa", "eager"):
+        if not model._supports_attention_backend:
             raise ValueError(
-                f"attention {config._attn_implementation!r} takes no per-row mask, which the engine needs: set "
-                "model.attn_implementation to sdpa or eager"
+                f"model type {config.model_type!r} does not take its attention from transformers' AttentionInterface, "
+                "through which the engine reads its cache: use a model that does (Qwen2, Qwen3, Llama, Mistral, ...)"
             )
         self.model = model
         self.tokenizer = tokenizer
         self.prefill_tokens = prefill_tokens
+        self.static_decode = model.device.type == "cuda" if static_decode is None else static_decode
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        self.query_groups = heads // kv_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self.slot_bytes = 2 * kv_heads * head_dim * model.dtype.itemsize
         eos = model.generation_config.eos_token_id if model.generation_config is not None else None
         eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
         size = config.vocab_size
         self.is_eos = np.zeros(size, dtype=bool)
         self.is_eos[[i for i in eos_ids if i < size]] = True
         self.token_strings = [t or "" for t in tokenizer.convert_ids_to_tokens(range(min(size, len(tokenizer))))]
+
+    @contextlib.contextmanager
+    def inference(self) -> Iterator[None]:
+        """Put the model in the state that sessions need: evaluation mode, no gradients, attention over their cache."""
+        config = self.model.config.get_text_config()
+        attention, training = config._attn_implementation, self.model.training
+        self.model.eval()
+        config._attn_implementation = ATTENTION
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            config._attn_implementation = attention
+            self.model.train(training)
 
     def session(
         self, keys: Sequence[int], sampling: Sampling, stop_strings: Sequence[str], think_aware: bool = False
@@ -142,7 +115,11 @@ class HFEngine:
 
 
 class Session:
-    """Rows of tokens that grow turn by turn. Row numbers are the caller's; physical places move inside."""
+    """Rows of tokens that grow turn by turn. Row numbers are the caller's; where their keys lie is the cache's affair.
+
+    `generate` runs whole turns. `start` and `step` are its two halves, for a caller that lets rows join while others
+    write; they must run inside `engine.inference()`.
+    """
 
     def __init__(
         self, engine: HFEngine, keys: Sequence[int], sampling: Sampling, stop_strings: Sequence[str], think_aware: bool
@@ -150,21 +127,27 @@ class Session:
         self.engine = engine
         self.sampling = sampling
         self.stop_strings = tuple(stop_strings)
-        self.think_aware = think_aware
-        last_characters = {stop[-1] for stop in stop_strings}
-        # Only a token whose string holds the last character of a stop string can complete one; all others cost nothing.
-        self.may_stop = np.zeros(len(engine.is_eos), dtype=bool)
+        self.tags = (*self.stop_strings, "<think>", "</think>") if think_aware else self.stop_strings
+        last_characters = {tag[-1] for tag in self.tags}
+        # Only a token whose string holds the last character of a tag can complete one; all others cost nothing.
+        self.may_complete = np.zeros(len(engine.is_eos), dtype=bool)
         for i, string in enumerate(engine.token_strings):
-            self.may_stop[i] = any(character in string for character in last_characters)
+            self.may_complete[i] = any(character in string for character in last_characters)
+        count = len(keys)
         self.keys = np.array(keys, dtype=np.uint64)
-        self.cache = KVCache()
-        self.cached = np.zeros(len(keys), dtype=np.int64)  # tokens of each row in the cache
-        self.prompt_len = np.zeros(len(keys), dtype=np.int64)
-        self.unforwarded: list[list[int]] = [[] for _ in keys]  # the last sampled token, until the next turn's prefill
-        self.place = np.arange(len(keys))  # row -> physical row of the cache
-        self.row_at = np.arange(len(keys))  # and back
+        self.cache = KVCache(count, engine.slot_bytes)
+        self.prompt_len = np.zeros(count, dtype=np.int64)
+        self.running = np.zeros(count, dtype=bool)
+        self.batch = np.zeros(0, dtype=np.int64)  # the rows of the next decoding step, by block and place
+        self.layout = -1  # of the cache when the batch was made
+        self.static: StaticStep | None = None
+        self.last_id = np.full(count, -1)  # sampled, and not yet in the cache; -1 for none
+        self.thinking = np.zeros(count, dtype=bool)  # inside an open <think> of this turn
+        self.limits = np.zeros(count, dtype=np.int64)
+        self.sampled = np.zeros(count, dtype=np.int64)  # tokens of this turn
+        self.ids = np.zeros((count, 0), dtype=np.int64)
+        self.logprobs = np.zeros((count, 0))
 
-    @torch.no_grad()
     def generate(
         self, rows: Sequence[int], new_ids: Sequence[Sequence[int]], limits: Sequence[int]
     ) -> list[Generation]:
@@ -173,178 +156,237 @@ class Session:
         The first call for a row gives its prompt, and prompts that are equal are forwarded once. new_ids may be empty
         later on. Every limit is at least 1. Raises FloatingPointError when the model returns NaN.
         """
-        if not len(rows):
-            return []
-        model = self.engine.model
-        was_training = model.training
-        model.eval()  # gradient checkpointing, active in training mode, would drop the cache
-        try:
-            return self._generate(rows, new_ids, limits)
-        finally:
-            model.train(was_training)
+        with self.engine.inference():
+            finished = dict(self.start(rows, new_ids, limits))
+            while len(finished) < len(rows):
+                finished |= self.step()
+        return [finished[row] for row in rows]
 
-    def _generate(
+    def start(
         self, rows: Sequence[int], new_ids: Sequence[Sequence[int]], limits: Sequence[int]
-    ) -> list[Generation]:
+    ) -> dict[int, Generation]:
+        """Begin a turn of `rows` as in `generate` and sample its first token; return the turns that it already ended."""
+        if not len(rows):
+            return {}
         rows = np.asarray(rows, dtype=np.int64)
-        for i, row in enumerate(rows):
-            if self.cached[row] == 0:
-                self.prompt_len[row] = len(new_ids[i])
-            if not len(new_ids[i]) and not self.unforwarded[row]:
+        first = self.cache.length[rows] == 0
+        self.prompt_len[rows[first]] = [len(new_ids[i]) for i in np.flatnonzero(first)]
+        pending = {}
+        for row, ids in zip(rows.tolist(), new_ids):
+            pending[row] = [self.last_id[row], *ids] if self.last_id[row] >= 0 else list(ids)
+            if not pending[row]:
                 raise ValueError(f"row {row} has no token to go on from: its prompt is empty")
-        pending = [self.unforwarded[row] + list(new_ids[i]) for i, row in enumerate(rows)]
-        limits = np.asarray(limits, dtype=np.int64)
-        longest = max(self.cached[row] + len(ids) for row, ids in zip(rows, pending))
-        self.cache.reserve(len(self.keys), int(longest + limits.max()))
+        self.limits[rows] = limits
+        self.sampled[rows] = 0
+        self.thinking[rows] = False
+        if self.limits[rows].max() > self.ids.shape[1]:
+            more = ((0, 0), (0, int(self.limits[rows].max()) - self.ids.shape[1]))
+            self.ids, self.logprobs = np.pad(self.ids, more), np.pad(self.logprobs, more)
         hidden = self._prefill(rows, pending)
-        return self._decode(rows, hidden, limits)
+        self.running[rows] = True
+        return self._record(rows, hidden)
 
-    def _forward(self, ids: np.ndarray, cache_rows: slice | np.ndarray, positions: np.ndarray, slots: int) -> torch.Tensor:
-        """Run the base model on ids [n, W] at positions [n, W]; return its hidden states [n, W, H]."""
-        model = self.engine.model
-        device = model.device
-        position_ids = torch.from_numpy(positions).to(device)
-        if isinstance(cache_rows, np.ndarray):
-            cache_rows = torch.from_numpy(cache_rows).to(device)
-        self.cache.select(cache_rows, position_ids, slots)
-        visible = torch.arange(slots, device=device)[None, None, None, :] <= position_ids[:, None, :, None]
-        if model.config.get_text_config()._attn_implementation == "eager":  # adds its mask instead of selecting by it
-            visible = torch.zeros(visible.shape, dtype=model.dtype, device=device).masked_fill(
-                ~visible, torch.finfo(model.dtype).min
-            )
-        return model.base_model(
-            input_ids=torch.from_numpy(ids).to(device),
-            attention_mask=visible,
-            position_ids=position_ids,
-            past_key_values=self.cache,
-            use_cache=True,
-        ).last_hidden_state
+    def step(self) -> dict[int, Generation]:
+        """Sample one more token for every running row; return the turns that it ended."""
+        rows = self._decode_batch()
+        if not len(rows):
+            return {}
+        hidden = self._decode(rows)
+        alive = self.running[rows]
+        if not alive.all():
+            rows, hidden = rows[alive], hidden[torch.from_numpy(alive).to(hidden.device)]
+        self.cache.length[rows] += 1
+        return self._record(rows, hidden)
 
-    def _prefill(self, rows: np.ndarray, pending: list[list[int]]) -> torch.Tensor:
+    def free(self, rows: Sequence[int]) -> None:
+        """Forget rows that will not go on, so that their memory can be used."""
+        self.running[rows] = False
+        self.last_id[rows] = -1
+        self.cache.free(rows)
+
+    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Run the base model on packed ids [N] at positions [N], over `cache.spans`; return hidden states [N, H]."""
+        return self.engine.model.base_model(
+            input_ids=ids[None], position_ids=positions[None], use_cache=False, kv_cache=self.cache
+        ).last_hidden_state[0]
+
+    def _prefill(self, rows: np.ndarray, pending: dict[int, list[int]]) -> Tensor:
         """Forward the pending tokens of each row; return the hidden state [n, H] after the last one."""
+        cache, device = self.cache, self.engine.model.device
         # A prompt shared by a group is forwarded for its first row and copied to the others.
         leader: dict[tuple[int, ...], int] = {}
         followers: dict[int, list[int]] = {}
         work = []
-        for i, row in enumerate(rows):
-            first = leader.setdefault(tuple(pending[i]), i) if self.cached[row] == 0 else i
-            if first == i:
-                work.append(i)
-            else:
-                followers.setdefault(first, []).append(i)
-        hidden: list[torch.Tensor | None] = [None] * len(rows)
-        work.sort(key=lambda i: len(pending[i]))
-        start = 0
-        while start < len(work):
-            stop = start + 1
-            while stop < len(work) and (stop + 1 - start) * len(pending[work[stop]]) <= self.engine.prefill_tokens:
-                stop += 1
-            self._prefill_chunk(work[start:stop], rows, pending, hidden)
-            start = stop
-        for first, others in followers.items():
-            length = int(self.cached[rows[first]])
-            targets = [int(self.place[rows[i]]) for i in others]
-            self.cache.copy_rows([int(self.place[rows[first]])] * len(targets), targets, length)
-            for i in others:
-                hidden[i] = hidden[first]
-                self.cached[rows[i]] = length
-        return torch.stack(hidden)
+        for row in rows.tolist():
+            first = leader.setdefault(tuple(pending[row]), row) if cache.length[row] == 0 else row
+            work += [row] if first == row else []
+            followers.setdefault(first, []).append(row)
+        cache.hold(rows, cache.length[rows] + [len(pending[row]) for row in rows.tolist()])
+        work.sort(key=lambda row: (cache.block_of[row], cache.place[row]))
+        hidden: dict[int, Tensor] = {}
+        for pieces in self._chunks(work, pending):
+            tokens = [pending[row][p - cache.length[row] :][:n] for row, p, n in pieces]
+            ids = torch.tensor([token for part in tokens for token in part], device=device)
+            positions = np.concatenate([np.arange(p, p + n) for _, p, n in pieces])
+            cache.spans = cache.prefill_spans(pieces, self.engine.query_groups, self.engine.model.dtype, device)
+            out = self._forward(ids, torch.from_numpy(positions).to(device))
+            for (row, position, count), end in zip(pieces, np.cumsum([n for _, _, n in pieces]).tolist()):
+                if position + count == cache.length[row] + len(pending[row]):
+                    hidden[row] = out[end - 1]
+        for row in work:
+            cache.length[row] += len(pending[row])
+            others = [other for other in followers[row] if other != row]
+            if others:
+                cache.fan_out(row, others)
+            hidden |= dict.fromkeys(others, hidden[row])
+        return torch.stack([hidden[row] for row in rows.tolist()])
 
-    def _prefill_chunk(
-        self, chunk: list[int], rows: np.ndarray, pending: list[list[int]], hidden: list[torch.Tensor | None]
-    ) -> None:
-        """Forward the pending tokens of the entries `chunk`, in blocks of columns within the token budget."""
-        lengths = np.array([len(pending[i]) for i in chunk])
-        ids = np.zeros((len(chunk), lengths.max()), dtype=np.int64)
-        for r, i in enumerate(chunk):
-            ids[r, : lengths[r]] = pending[i]
-        begin = self.cached[rows[chunk]]
-        width = max(1, self.engine.prefill_tokens // len(chunk))
-        for left in range(0, ids.shape[1], width):
-            block = ids[:, left : left + width]
-            # Rows that end before this block are left out of it.
-            live = np.flatnonzero(lengths > left)
-            positions = begin[live, None] + left + np.arange(block.shape[1])
-            slots = int((begin + np.minimum(lengths, left + block.shape[1]))[live].max())
-            positions = np.minimum(positions, self.cache.capacity_slots - 1)
-            out = self._forward(block[live], self.place[rows[[chunk[r] for r in live]]], positions, slots)
-            for n, r in enumerate(live):
-                if lengths[r] <= left + block.shape[1]:
-                    hidden[chunk[r]] = out[n, lengths[r] - left - 1]
-        self.cached[rows[chunk]] += lengths
+    def _chunks(self, work: list[int], pending: dict[int, list[int]]) -> Iterator[list[tuple[int, int, int]]]:
+        """Cut the pending tokens of the rows `work` into pieces (row, first position, tokens), a forward's at a time."""
+        chunk: list[tuple[int, int, int]] = []
+        budget = self.engine.prefill_tokens
+        for row in work:
+            position = int(self.cache.length[row])
+            stop = position + len(pending[row])
+            while position < stop:
+                count = min(stop - position, budget, SPAN_TOKENS)
+                chunk.append((row, position, count))
+                position += count
+                budget -= count
+                if not budget:
+                    yield chunk
+                    chunk, budget = [], self.engine.prefill_tokens
+        if chunk:
+            yield chunk
 
-    def _decode(self, rows: np.ndarray, hidden: torch.Tensor, limits: np.ndarray) -> list[Generation]:
-        """Sample until each row stops. `order` holds the entries of the decode batch by physical row."""
-        count = len(rows)
-        ids_out = np.zeros((count, int(limits.max())), dtype=np.int64)
-        logprobs_out = np.zeros(ids_out.shape, dtype=np.float64)
-        lengths = np.zeros(count, dtype=np.int64)
-        finish: list[str] = ["length"] * count
+    def _decode_batch(self) -> np.ndarray:
+        """Return the rows of the next step by block and place: those that run, and ended ones not yet taken out."""
+        self.cache.compact(self.running)
+        live = int(self.running.sum())
+        in_batch = int(self.running[self.batch].sum())
+        share = STATIC_LIVE_SHARE if self.engine.static_decode else 1.0
+        if self.layout != self.cache.layout or in_batch < live or live < share * len(self.batch):
+            rows = np.flatnonzero(self.running)
+            self.batch = rows[np.lexsort((self.cache.place[rows], self.cache.block_of[rows]))]
+        self.cache.widen(self.batch)
+        if self.layout != self.cache.layout:
+            self.layout, self.static = self.cache.layout, None
+        return self.batch
+
+    def _decode(self, rows: np.ndarray) -> Tensor:
+        """Forward the last sampled token of `rows`; return their hidden states [n, H]."""
+        device, dtype = self.engine.model.device, self.engine.model.dtype
+        ids = torch.from_numpy(self.last_id[rows]).to(device)
+        positions = torch.from_numpy(self.cache.length[rows]).to(device)
+        if not self.engine.static_decode:
+            self.cache.spans = self.cache.decode_spans(rows, positions, dtype)
+            return self._forward(ids, positions)
+        if self.static is None or not self.static.fits(rows):
+            self.static = StaticStep(self, rows, ids, positions)
+        return self.static.run(ids, positions)
+
+    def _draw(self, rows: np.ndarray, hidden: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Sample a token after each hidden state [n, H] of `rows`; return ids [n] int64 and logprobs [n] float64."""
         head = self.engine.model.get_output_embeddings()
-        alive = np.ones(count, dtype=bool)
-        order = self._compact(rows, np.arange(count))
-        hidden = hidden[torch.from_numpy(order).to(hidden.device)]
-        step = 0
-        while True:
-            live = alive[order]
-            positions = self.cached[rows[order]]
-            uniform = keyed_uniform(self.keys[rows[order]], positions - self.prompt_len[rows[order]])
-            ids, logprobs = sample(head(hidden), uniform, self.sampling)
-            ids, logprobs = ids.cpu().numpy(), logprobs.cpu().numpy()
-            if np.isnan(logprobs[live]).any():
-                raise FloatingPointError("the model returned NaN logits during generation: its weights have diverged")
-            active = order[live]
-            ids_out[active, step] = ids[live]
-            logprobs_out[active, step] = logprobs[live]
-            lengths[active] = step + 1
-            done = self.engine.is_eos[ids] | (step + 1 >= limits[order])
-            for n in np.flatnonzero(live & (done | self.may_stop[ids])):
-                i = order[n]
-                if self.engine.is_eos[ids[n]]:
-                    finish[i] = "eos"
-                elif self.may_stop[ids[n]] and self._stops(ids_out[i, : step + 1]):
-                    finish[i] = "stop"
-                elif not done[n]:
-                    continue
-                alive[i] = False
-                self.unforwarded[rows[i]] = [int(ids[n])]
-            live = alive[order]
-            if not live.any():
-                break
-            if live.sum() < COMPACT_BELOW * len(order):
-                kept = {i: n for n, i in enumerate(order)}
-                order = self._compact(rows, order[live])
-                ids = ids[[kept[i] for i in order]]
-                live = np.ones(len(order), dtype=bool)
-            positions = self.cached[rows[order]]
-            # Dead rows still in the batch write beyond their length, where nothing looks.
-            hidden = self._forward(
-                ids[:, None], slice(0, len(order)), positions[:, None], int(positions[live].max()) + 1
-            )[:, 0]
-            self.cached[rows[order[live]]] += 1
-            step += 1
-        return [
-            Generation(ids_out[i, : lengths[i]].tolist(), logprobs_out[i, : lengths[i]].tolist(), finish[i])
-            for i in range(count)
+        uniform = keyed_uniform(self.keys[rows], self.cache.length[rows] - self.prompt_len[rows])
+        part = max(1, SAMPLE_LOGITS // len(self.engine.is_eos))
+        drawn = [
+            sample(head(hidden[i : i + part]), uniform[i : i + part], self.sampling) for i in range(0, len(rows), part)
         ]
+        ids, logprobs = (torch.cat(parts) for parts in zip(*drawn))
+        return ids.cpu().numpy(), logprobs.cpu().double().numpy()
 
-    def _compact(self, rows: np.ndarray, entries: np.ndarray) -> np.ndarray:
-        """Bring the rows of `entries` to physical rows 0..n-1 by swaps; return the entries in physical order."""
-        n = len(entries)
-        wanted = set(rows[entries].tolist())
-        out = [place for place in range(n) if int(self.row_at[place]) not in wanted]
-        inn = [int(self.place[row]) for row in sorted(wanted) if self.place[row] >= n]
-        if out:
-            a, b = out + inn, inn + out
-            touched = int(self.cached[self.row_at[a]].max())
-            self.cache.copy_rows(a, b, touched)
-            self.row_at[b] = self.row_at[a]
-            self.place[self.row_at[b]] = b
-        entry_of = {int(rows[i]): int(i) for i in entries}
-        return np.array([entry_of[int(row)] for row in self.row_at[:n]], dtype=np.int64)
+    def _record(self, rows: np.ndarray, hidden: Tensor) -> dict[int, Generation]:
+        """Sample a token for each of `rows`, append it, and return the turns that end with it."""
+        drawn, logprobs = self._draw(rows, hidden)
+        if np.isnan(logprobs).any():
+            raise FloatingPointError("the model returned NaN logits during generation: its weights have diverged")
+        self.ids[rows, self.sampled[rows]] = drawn
+        self.logprobs[rows, self.sampled[rows]] = logprobs
+        self.sampled[rows] += 1
+        self.last_id[rows] = drawn
+        eos, full = self.engine.is_eos[drawn], self.sampled[rows] >= self.limits[rows]
+        finished: dict[int, Generation] = {}
+        for n in np.flatnonzero(eos | full | self.may_complete[drawn]):
+            row = int(rows[n])
+            if eos[n]:
+                finish = "eos"
+            elif self.may_complete[drawn[n]] and self._stops(row):
+                finish = "stop"
+            elif full[n]:
+                finish = "length"
+            else:
+                continue
+            count = self.sampled[row]
+            finished[row] = Generation(self.ids[row, :count].tolist(), self.logprobs[row, :count].tolist(), finish)
+            self.running[row] = False
+        return finished
 
-    def _stops(self, ids: np.ndarray) -> bool:
-        """Tell whether the last token of a turn completed a stop string; looks at a bounded number of tokens."""
-        window = ids if self.think_aware else ids[-STOP_WINDOW:]
-        text = self.engine.tokenizer.decode(window, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return find_stop(text, self.stop_strings, self.think_aware) is not None
+    def _stops(self, row: int) -> bool:
+        """Tell whether the last token of a row completed a stop string; looks at a bounded number of tokens."""
+        end = self.sampled[row]
+        ids = self.ids[row, max(0, end - STOP_WINDOW) : end]
+
+        def decode(part: np.ndarray) -> str:
+            return self.engine.tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+        text = decode(ids)
+        if self.tags == self.stop_strings:
+            return any(stop in text for stop in self.stop_strings)
+        # A character cut at the last token's edge shows as U+FFFD, which no tag holds.
+        for tag in completed_tags(text, len(decode(ids[:-1]).rstrip("\ufffd")), self.tags):
+            if tag in self.stop_strings and not self.thinking[row]:
+                return True
+            if tag not in self.stop_strings:
+                self.thinking[row] = tag == "<think>"
+        return False
+
+
+class StaticStep:
+    """A decoding step of one batch with fixed shapes: a CUDA graph on a GPU, the same computation eagerly elsewhere.
+
+    It stays valid while the cache's layout and the batch stay the same and lengths stay within the slots read, which
+    are rounded up so that many steps share one capture.
+    """
+
+    def __init__(self, session: Session, rows: np.ndarray, ids: Tensor, positions: Tensor) -> None:
+        self.session = session
+        self.rows = rows
+        self.ids, self.positions = ids.clone(), positions.clone()
+        dtype = session.engine.model.dtype
+        self.spans = session.cache.decode_spans(rows, self.positions, dtype, round_to=STATIC_SLOTS)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if ids.device.type == "cuda":
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # libraries set up their workspaces outside the capture
+                self._compute()
+            torch.cuda.current_stream().wait_stream(side)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.hidden = self._compute()
+
+    def fits(self, rows: np.ndarray) -> bool:
+        """Tell whether a step of `rows` can run with these shapes."""
+        if not np.array_equal(rows, self.rows):
+            return False
+        cache = self.session.cache
+        needed = runs_of(cache.block_of[rows])
+        return all(cache.length[rows[a:b]].max() < span.slots for span, (_, (a, b)) in zip(self.spans, needed))
+
+    def run(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Return the hidden states [n, H] after `ids` at `positions`."""
+        self.ids.copy_(ids)
+        self.positions.copy_(positions)
+        if self.graph is None:
+            return self._compute()
+        self.graph.replay()
+        return self.hidden
+
+    def _compute(self) -> Tensor:
+        # The masks are computed again from the positions; all else in the spans is a view of them or does not change.
+        self.session.cache.spans = [
+            replace(span, mask=additive_mask(self.positions[span.tokens][:, None], span.slots, span.mask.dtype))
+            for span in self.spans
+        ]
+        return self.session._forward(self.ids, self.positions)
