@@ -117,10 +117,12 @@ class TokenLogprobs(torch.autograd.Function):
         for start in range(0, len(targets), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             logits = F.linear(hidden[rows], weight, bias).to(precise).div_(temperature)  # [n, V]
-            all_logprobs = logits.log_softmax(1)
-            logprobs[rows] = all_logprobs.gather(1, targets[rows, None])[:, 0]
+            # float32 log_softmax on CPU is off by 5e-6 on average at a vocabulary of 150,000; logsumexp is not
+            log_z = logits.logsumexp(1)
+            logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - log_z
             if with_entropy:
-                entropy[rows] = -(all_logprobs.exp() * all_logprobs).sum(1)
+                logits -= log_z[:, None]
+                entropy[rows] = -(logits.exp() * logits).sum(1)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy)
         ctx.set_materialize_grads(False)  # an entropy without a bonus costs nothing in the backward pass
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens

@@ -137,9 +137,9 @@ def encode_observation(
     safe = [replace(p, title=neutralise(p.title, special), text=neutralise(p.text, special)) for p in passages]
     documents = protocol.documents(safe)
     text = protocol.wrap(documents)
-    ids = encode(tokenizer, text)
-    if len(ids) <= max_tokens:
-        return text, ids
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    if len(encoding["input_ids"]) <= max_tokens:
+        return text, encoding["input_ids"]
     empty = protocol.wrap("")
     empty_ids = encode(tokenizer, empty)
     if len(empty_ids) > max_tokens:
@@ -147,11 +147,11 @@ def encode_observation(
             f"rollout.max_observation_tokens = {max_tokens} cannot hold an empty observation, which takes "
             f"{len(empty_ids)} tokens with this tokenizer: raise it"
         )
-    encoding = tokenizer(documents, add_special_tokens=False, return_offsets_mapping=True)
-    ends = [end for _, end in encoding["offset_mapping"]]
-    room = min(len(ends), max_tokens - len(empty_ids))
-    # Tokens can merge across the seams in other ways than alone, so the count is checked on the whole text.
-    while room > 0:
+    begin = text.index(documents)
+    ends = [end - begin for _, end in encoding["offset_mapping"]]
+    room = max_tokens - sum(end > len(documents) for end in ends)
+    # Tokens can merge at the cut in other ways than before, so the count is checked on the whole text.
+    while room > 0 and ends[room - 1] > 0:
         text = protocol.wrap(documents[: ends[room - 1]].rstrip())
         ids = encode(tokenizer, text)
         if len(ids) <= max_tokens:
@@ -388,5 +388,5 @@ def check_stop_strings(tokenizer: PreTrainedTokenizerBase, stop_strings: Sequenc
         if stop not in written:
             raise ValueError(
                 f"the tokenizer cannot write the tag {stop!r}: it encodes to tokens that read {written!r}. Use a "
-                "tokenizer whose alphabet has these characters, and no special token in place of them that decoding drops"
+                "tokenizer whose alphabet has these characters, and no special token there that decoding drops"
             )

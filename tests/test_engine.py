@@ -102,7 +102,8 @@ def test_logprobs_of_a_hundred_ragged_schedules_of_five_turns(tokenizer, dtype, 
             model.lm_head.weight.mul_(0.25)
     worst = 0.0
     for schedule in range(100):
-        engine = HFEngine(model, tokenizer, prefill_tokens=[13, 64, 4096][schedule % 3], static_decode=schedule % 2 == 1)
+        budget, static_decode = [13, 64, 4096][schedule % 3], schedule % 2 == 1
+        engine = HFEngine(model, tokenizer, prefill_tokens=budget, static_decode=static_decode)
         ids, logprobs = run_turns(engine, ragged_prompts(schedule, count=5), Sampling(), schedule, turns=5)
         for row_ids, row_logprobs in zip(ids, logprobs):
             full = full_logprobs(model, row_ids)
@@ -110,6 +111,22 @@ def test_logprobs_of_a_hundred_ragged_schedules_of_five_turns(tokenizer, dtype, 
                 if logprob is not None:
                     worst = max(worst, abs(logprob - full[t - 1, row_ids[t]].item()))
     assert worst <= tolerance
+
+
+@pytest.mark.parametrize("prefill_tokens", [600, 5000])
+def test_prompts_longer_than_one_attention_call(tokenizer, prefill_tokens):
+    model = tiny_model(tokenizer)
+    prompts = [(np.arange(length) % 200 + 2).tolist() for length in (1300, 40, 513, 512)]
+    engine = HFEngine(model, tokenizer, prefill_tokens=prefill_tokens)
+    session = engine.session(range(4), Sampling(), ())
+    first = session.generate(range(4), prompts, [3] * 4)
+    said = [2 + i % 250 for i in range(700)]
+    for prompt, a, b in zip(prompts, first, session.generate(range(4), [said] * 4, [3] * 4)):
+        ids = prompt + a.ids + said + b.ids
+        full = full_logprobs(model, ids)
+        for start, generation in ((len(prompt), a), (len(ids) - len(b.ids), b)):
+            expected = [full[start + t - 1, token].item() for t, token in enumerate(generation.ids)]
+            assert generation.logprobs == pytest.approx(expected, abs=1e-5)
 
 
 def test_eager_attention_and_llama_agree_with_the_full_forward_too(tokenizer):
@@ -349,7 +366,8 @@ def test_rows_that_come_and_go_equal_a_sampler_without_a_cache(tokenizer, seed):
     for call in range(5):
         rows = [int(row) for row in rng.permutation(count) if call >= joins[row] and rng.random() < 0.75]
         for row in rows:
-            turns[row].append((text(int(rng.choice([0, 1, 12]))) if turns[row] else prompts[row], int(rng.choice([1, 3, 12]))))
+            new = text(int(rng.choice([0, 1, 12]))) if turns[row] else prompts[row]
+            turns[row].append((new, int(rng.choice([1, 3, 12]))))
         new_ids, limits = [turns[row][-1][0] for row in rows], [turns[row][-1][1] for row in rows]
         for row, generation in zip(rows, session.generate(rows, new_ids, limits)):
             generated[row].append(generation)
@@ -369,10 +387,11 @@ def test_rows_that_join_while_others_write_equal_rows_alone(tokenizer, seed, sta
     rng = np.random.default_rng(seed)
     model = tiny_model(tokenizer, dtype=torch.float64)
     count = 9
-    turns = [
-        [(rng.integers(0, len(tokenizer), int(rng.integers(1, 30))).tolist(), int(rng.integers(1, 40))) for _ in range(3)]
-        for _ in range(count)
-    ]
+
+    def turn():
+        return rng.integers(0, len(tokenizer), int(rng.integers(1, 30))).tolist(), int(rng.integers(1, 40))
+
+    turns = [[turn() for _ in range(3)] for _ in range(count)]
     engine = HFEngine(model, tokenizer, prefill_tokens=16, static_decode=static_decode)
     engine.is_eos[:] = False
     session = engine.session(range(count), Sampling(), ("d>",))
@@ -419,7 +438,8 @@ def test_the_longest_stop_string_is_seen_byte_by_byte(tokenizer):
 
 
 def test_a_think_block_stays_open_however_long_it_is(tokenizer):
-    pieces = ["<", "think", ">", *"x" * 60, "</", "search", ">", *"y" * 40, "</", "think", ">", "</", "answer", ">", "z"]
+    inside = [*"x" * 60, "</", "search", ">", *"y" * 40]
+    pieces = ["<", "think", ">", *inside, "</", "think", ">", "</", "answer", ">", "z"]
     assert len(say(tokenizer, tiny_model(tokenizer), pieces, limit=200, think_aware=True).ids) == 112
 
 

@@ -90,7 +90,8 @@ def play(
         top_k=top_k, seed=0, step=1, **options
     )  # fmt: skip
     for trajectory, seen in zip(trajectories, engine.seen):
-        # The engine saw exactly the trajectory's ids, without an observation that nothing was sampled after; a prompt that is too long never got there.
+        # The engine saw exactly the trajectory's ids, without an observation that nothing was sampled after; a prompt
+        # that is too long never got there.
         assert not seen or trajectory.ids == seen
         assert len(trajectory.response_ids) == len(trajectory.loss_mask) == len(trajectory.sampling_logprobs)
     return trajectories, times
@@ -241,7 +242,9 @@ def test_retrieved_text_cannot_speak_for_the_model():
 def test_the_chat_template_is_applied_whenever_there_is_one():
     tokenizer = tiny_tokenizer()
     assert tokenizer.decode(encode_prompt(tokenizer, PLAIN, "who")) == "Question: who?\n"
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"
+    )
     assert tokenizer.decode(encode_prompt(tokenizer, PLAIN, "who")) == "[user]Question: who?\n[me]"
 
 

@@ -165,7 +165,7 @@ class Session:
     def start(
         self, rows: Sequence[int], new_ids: Sequence[Sequence[int]], limits: Sequence[int]
     ) -> dict[int, Generation]:
-        """Begin a turn of `rows` as in `generate` and sample its first token; return the turns that it already ended."""
+        """Begin a turn of `rows` as in `generate` and sample its first token; return the turns that end with it."""
         if not len(rows):
             return {}
         rows = np.asarray(rows, dtype=np.int64)
@@ -242,7 +242,7 @@ class Session:
         return torch.stack([hidden[row] for row in rows.tolist()])
 
     def _chunks(self, work: list[int], pending: dict[int, list[int]]) -> Iterator[list[tuple[int, int, int]]]:
-        """Cut the pending tokens of the rows `work` into pieces (row, first position, tokens), a forward's at a time."""
+        """Cut the pending tokens of rows into pieces (row, first position, tokens); yield those of one forward."""
         chunk: list[tuple[int, int, int]] = []
         budget = self.engine.prefill_tokens
         for row in work:

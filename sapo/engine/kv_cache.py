@@ -1,7 +1,7 @@
 """Keys and values of the rows of a session, and the attention that reads them.
 
-One rule: **the slot of a token is its position**. A row's tokens lie at slots 0..length-1, without holes or padding, and
-a query at position p sees the slots <= p. What lies beyond a row's length is zero or stale and hidden from every query.
+One rule: **the slot of a token is its position**. A row's tokens lie at slots 0..length-1, without holes or padding,
+and a query at position p sees the slots <= p. What lies beyond a row's length is zero or stale, and no query sees it.
 
 Rows of similar length share a `Block`, one dense tensor of keys and one of values a layer, so that the padding of a
 ragged batch costs neither memory nor time. New tokens are forwarded packed, [1, N] without padding; `attend` reads the
@@ -102,7 +102,7 @@ class KVCache:
         self.place = np.full(rows, -1)
         self.room = np.zeros(rows, dtype=np.int64)
         self.call_slots = CALL_BYTES / slot_bytes
-        self.layers: list[tuple[Tensor, Tensor]] = []  # an empty key and value of each layer: heads, D, dtype, device
+        self.layers: list[tuple[Tensor, ...]] = []  # an empty key and value of each layer: heads, D, dtype, device
         self.spans: list[Span] = []  # of the forward that runs
         self.layout = 0  # grows whenever a row changes its place
         self.bytes = 0
@@ -320,7 +320,7 @@ class KVCache:
         query [1, heads, N, D], key and value [1, kv heads, N, D] of N packed tokens -> [1, N, heads, D].
         """
         if layer == len(self.layers):
-            self.layers.append((key.new_empty(key.shape[1], key.shape[3]), value.new_empty(value.shape[1], value.shape[3])))
+            self.layers.append(tuple(states.new_empty(states.shape[1], states.shape[3]) for states in (key, value)))
             for block in self.blocks:
                 for kind in (0, 1):
                     self._allocate(block, kind, self.layers[layer][kind])
@@ -381,9 +381,9 @@ def cached_attention(
     """Attention of a transformers model over the cache given to its forward as `kv_cache`."""
     for name in ("softcap", "s_aux", "position_bias", "sliding_window"):
         if kwargs.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} asks for attention with {name}, which the engine does not compute")
+            raise ValueError(f"{type(module).__name__} has attention with {name}, which the engine does not compute")
     if kv_cache is None:
-        raise ValueError(f"{type(module).__name__} does not pass the arguments of its model's forward on to its attention")
+        raise ValueError(f"{type(module).__name__} does not get the keyword arguments of its model's forward")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return kv_cache.attend(module.layer_idx, query, key, value, scaling), None
 
