@@ -30,6 +30,7 @@ from sapo.assemble import (
     connect_retriever_in_turn,
     evaluate_engine,
     evaluation_conditions,
+    keep_freed_memory,
     load_sources,
     print_user_error,
     quieten,
@@ -246,6 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that differ from the config")
     options = parser.parse_intermixed_args(arguments)
     quieten()
+    keep_freed_memory()
     if bool(options.run) == bool(options.config):
         parser.error("give either --run or --config with --model and --out")
     if options.config and not (options.model and options.out):

@@ -38,6 +38,7 @@ from sapo.assemble import (
     eval_decodings,
     evaluate_engine,
     evaluation_conditions,
+    keep_freed_memory,
     load_sources,
     package_versions,
     print_user_error,
@@ -587,6 +588,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that differ from the file")
     options = parser.parse_intermixed_args(arguments)
     quieten()
+    keep_freed_memory()
     try:
         run(load_config(options.config, options.overrides), resume=options.resume, dry_run=options.dry_run)
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import hashlib
@@ -33,6 +34,7 @@ from sapo.rollout import Budget
 from sapo.types import Question
 from sapo.world import make_world, write_corpus, write_questions
 
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "faiss-cpu", "faiss-gpu", "numpy")
 
 
@@ -51,6 +53,18 @@ def quieten() -> None:
     transformers.logging.disable_progress_bar()
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns when it has to find that out itself
+
+
+def keep_freed_memory() -> None:
+    """Let malloc keep what is freed on a CPU (glibc), for the next tensor of that size.
+
+    glibc hands each large buffer back to the system, which must clear its pages again for the next one: that takes most
+    of the time of an operation with large temporaries. The process stays as large as it has ever been.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None and not torch.cuda.is_available():
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, 1 << 30)
 
 
 def cache_folder(config: Config, kind: str, *parts: Any) -> Path:

@@ -1,5 +1,7 @@
 import contextlib
+import socket
 import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from retriever.client import RetrieverClient
 from retriever.types import Passage, RetrieverError
 from sapo.engine.hf import Generation, HFEngine
 from sapo.engine.sampling import Sampling
@@ -314,6 +317,17 @@ def test_an_error_of_the_retriever_ends_the_rollout(schedule):
 
     with pytest.raises(RetrieverError, match="down"):
         play([["<search>q</search>", "<answer>x</answer>"], ["bad"] * 4], Down({}), schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "async"])
+def test_a_server_that_never_answers_ends_the_rollout_in_time(schedule):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are queued, nobody reads them
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        started = time.monotonic()
+        with pytest.raises(RetrieverError, match=url):
+            play([["<search>q</search>", "<answer>x</answer>"], ["bad"] * 4], RetrieverClient(url, timeout_s=0.3),
+                 schedule=schedule)  # fmt: skip
+        assert time.monotonic() - started < 5
 
 
 def test_a_tokenizer_that_cannot_write_a_tag_is_refused():
