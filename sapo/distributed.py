@@ -75,6 +75,14 @@ class Distributed:
         columns = zip(*self.gather_ranks([float(value) for _, group in groups for value in group.values()]))
         return {name: operation(next(columns)) for operation, group in groups for name in group}
 
+    def sum_tensor(self, values: Tensor) -> Tensor:
+        """Return the sum over ranks of a tensor of one shape on all of them, on the CPU, in one collective."""
+        if self.world_size == 1:
+            return values.cpu()
+        total = values.to(self.device, copy=True)
+        torch.distributed.all_reduce(total)
+        return total.cpu()
+
     def gather_objects(self, value: T) -> list[T]:
         """Return the picklable `value` of every rank, in rank order, on every rank."""
         if self.world_size == 1:
@@ -318,13 +326,22 @@ class Updater:
     def generation(self) -> Iterator[nn.Module]:
         """Give the Hugging Face model with whole weights, in the type that training computes in.
 
-        Under ZeRO-3 the weights are gathered for the time of the block.
+        Under ZeRO-3 the weights are gathered for the time of the block, in which ranks may make as many forwards as
+        they like: DeepSpeed's hooks, which gather and release weights in every forward, are taken off.
         """
         if self.dist.zero_stage == 3:
             import deepspeed
 
-            with deepspeed.zero.GatheredParameters(list(self.policy.parameters())):
-                yield self.policy.model
+            offload = self.model.optimizer.parameter_offload
+            for hook in (*offload.forward_hooks, *offload.backward_hooks):
+                hook.remove()
+            offload.forward_hooks.clear()
+            offload.backward_hooks.clear()
+            try:
+                with deepspeed.zero.GatheredParameters(list(self.policy.parameters())):
+                    yield self.policy.model
+            finally:
+                offload._register_deepspeed_module(offload.module)
         else:
             with self.dist.accelerator.autocast():
                 yield self.policy.model
