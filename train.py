@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,29 +49,34 @@ from sapo.assemble import (
     rollout_sampling,
     source_commit,
 )
+from sapo.baselines import LOSSES
 from sapo.batch import Minibatch, plan_step
-from sapo.checkpoint import checkpoint_step, list_checkpoints, load_checkpoint, save_checkpoint
+from sapo.checkpoint import checkpoint_step, list_checkpoints, load_checkpoint, rewind, save_checkpoint
 from sapo.config import Config, batch_plan, config_warnings, load_config, to_yaml
-from sapo.data import step_questions
+from sapo.data import spare_questions, step_questions
+from sapo.diagnostics import RULES, Alarm, DriftAlarm, DriftStop, StepStats, judge, token_kinds
 from sapo.distributed import Distributed, Updater, setup, warmup_lr
 from sapo.engine.hf import HFEngine
 from sapo.evaluation import trajectory_row, write_atomically, write_rows
 from sapo.loss import policy_loss
-from sapo.metrics import MetricsLogger, finalise, rollout_metrics, token_quantile
+from sapo.metrics import MetricsLogger, finalise, rollout_metrics
 from sapo.policy import Policy, load_policy, load_tokenizer
 from sapo.protocol import PROTOCOLS
 from sapo.report import write_report
 from sapo.reward import reward
 from sapo.rollout import RolloutTimes, rollout
-from sapo.types import Batch, Trajectory
+from sapo.types import Batch, Question, Trajectory
 from sapo.warm_start import show_progress, warm_start
 
-# A resumed run may differ from its first part in these keys only: none changes what a step computes.
+# A resumed run may differ from its first part in these keys only: none changes what a step computes (but for
+# drift.rollback_lr_factor once there was a rollback).
 MAY_CHANGE = (
-    "output_dir", "optim.steps", "optim.micro_batch", "optim.max_nonfinite", "eval.", "checkpoint.", "logging.",
-    "distributed.offload", "distributed.timeout_s", "model.threads", "model.gradient_checkpointing",
-    "rollout.prefill_tokens", "rollout.max_rows", "retriever.url", "retriever.timeout_s",
+    "output_dir", "optim.steps", "optim.micro_batch", "optim.packing", "optim.max_nonfinite", "eval.", "checkpoint.",
+    "logging.", "distributed.offload", "distributed.timeout_s", "model.threads", "model.gradient_checkpointing",
+    "rollout.prefill_tokens", "rollout.max_rows", "retriever.url", "retriever.timeout_s", "drift.",
 )  # fmt: skip
+
+DRIFT_STATUS = 3  # exit status of a run that the drift alarm stopped
 
 # What a launcher sets for its own processes; a process started beside the run must not take itself for one of them.
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -87,6 +94,7 @@ class Trainer:
     updater: Updater
     reference: Policy | None  # frozen starting model; None when ref_kl_beta is 0
     engine: HFEngine
+    alarm: DriftAlarm
     start_model: str
     steps_done: int
 
@@ -96,25 +104,29 @@ def train(trainer: Trainer, logger: MetricsLogger, stop: StopRequest) -> None:
     config, dist, updater = trainer.config, trainer.dist, trainer.updater
     if trainer.steps_done == 0 and config.eval.at_start:
         logger.log(0, evaluate(trainer, logger, 0))
-    for step in range(trainer.steps_done + 1, config.optim.steps + 1):
+    stopping = False
+    while trainer.steps_done < config.optim.steps and not stopping:
+        step = trainer.steps_done + 1
         started = time.perf_counter()
-        seed = config.seed if config.data.shuffle else None
-        questions = step_questions(trainer.sources.train, step, config.rollout.questions_per_step, seed)
-
-        trajectories, times = roll_out(trainer, questions[dist.rank :: dist.world_size], step)
-        rewards = [reward(config.reward.name, t.answer, t.question.golden_answers) for t in trajectories]
+        sampled = sample_groups(trainer, step)
+        trajectories, rewards = sampled.trajectories, sampled.rewards
         group_ids = [t.question.id for t in trajectories]
-        advantages = group_advantages(rewards, group_ids, config.rollout.group_size)
+        advantages = group_advantages(rewards, group_ids, config.rollout.group_size, config.advantage.estimator)
         minibatches = plan_step(
             trajectories,
             advantages,
-            [question.id for question in questions],
+            [question.id for question in sampled.questions],
             group_size=config.rollout.group_size,
             minibatch_responses=config.optim.minibatch_responses,
             micro_batch_tokens=config.optim.micro_batch_tokens,
             micro_batch_responses=config.optim.micro_batch_responses,
+            packed=updater.policy.packed,
+            attention_cost=updater.policy.attention_cost,
             gather_ranks=dist.gather_ranks,
             device=dist.device,
+            token_kinds=partial(
+                token_kinds, tokenizer=trainer.tokenizer, think_aware=config.protocol.think_aware
+            ),
         )
 
         if not any(minibatch.counts.tokens for minibatch in minibatches):
@@ -125,37 +137,121 @@ def train(trainer: Trainer, logger: MetricsLogger, stop: StopRequest) -> None:
 
         updating = time.perf_counter()
         minibatches = score_minibatches(trainer, minibatches)
-        stats = StepStats()
+        stats = StepStats(config.drift.underflow_ratio)
         for epoch in range(config.optim.epochs):
             for minibatch in minibatches:
                 update(trainer, minibatch, step, stats)
         update_s = time.perf_counter() - updating
 
-        metrics = step_metrics(trainer, trajectories, rewards, times, minibatches, stats)
+        metrics, update_metrics = step_metrics(trainer, trajectories, rewards, sampled.times, minibatches, stats)
+        if config.rollout.resample_tries:
+            metrics["group/resample_tries"] = float(sampled.tries)
+            metrics["group/replaced_questions"] = float(sampled.replaced)
         metrics["time/update_s"] = update_s
         metrics["time/step_s"] = time.perf_counter() - started
         if due(config.logging.trajectories_every_steps, step):
-            save_trajectories(trainer, trajectories, step)
+            save_trajectories(trainer, logger, trajectories, step)
         stopping = any(map(any, dist.gather_ranks([float(stop.requested)])))
         last = step == config.optim.steps or stopping
         if due(config.eval.every_steps, step) or last:
             metrics |= evaluate(trainer, logger, step)
-        logger.log(step, metrics)
+        alarms = dist.gather_objects(trainer.alarm.check(step, metrics))[0]
+        metrics["drift/alarms"] = float(len(alarms))
+        logger.log(step, metrics, update_metrics)
         trainer.steps_done = step
-        if due(config.checkpoint.every_steps, step) or last:
-            state = {"skipped_updates": updater.skipped}
-            save_checkpoint(config.run_dir, step, dist, updater, trainer.tokenizer, state, config.checkpoint.keep)
+        if due(config.checkpoint.every_steps, step) or last or (alarms and config.drift.action == "stop"):
+            state = {"skipped_updates": updater.skipped, "drift": trainer.alarm.state()}
+            keep = config.checkpoint.keep if trainer.alarm.calm else None  # what is from before the drift stays
+            save_checkpoint(config.run_dir, step, dist, updater, trainer.tokenizer, state, keep)
         if updater.skipped > config.optim.max_nonfinite:
             raise RuntimeError(
                 f"{updater.skipped} updates had a loss or gradient that is not finite (optim.max_nonfinite = "
                 f"{config.optim.max_nonfinite}): the run has diverged. Start another (name=...) with a lower optim.lr, "
                 f"from the beginning or with model.path=<an earlier step>/model of {config.run_dir / 'checkpoints'}"
             )
-        if stopping:
+        if alarms and not stopping:
+            answer_alarms(trainer, logger, alarms)
+
+
+@dataclass(frozen=True)
+class StepGroups:
+    """What a step trains on. questions: of all ranks, in order; the rest is this rank's, whole groups in that order."""
+
+    questions: list[Question]
+    trajectories: list[Trajectory]
+    rewards: list[float]
+    times: RolloutTimes
+    tries: int  # rollouts made to replace groups; the same on every rank
+    replaced: int  # questions whose groups were dropped, over all ranks
+
+
+def sample_groups(trainer: Trainer, step: int) -> StepGroups:
+    """Roll out and score this rank's groups of a step; replace those whose rewards are all equal, in bounded tries.
+
+    Place q of the step's questions belongs to rank q mod world size, whatever stands there: a group stays whole, each
+    rank keeps its share of every minibatch, and the n-th group to be replaced, counted over all ranks, gets the n-th
+    spare question, so the batch does not depend on the number of ranks. Every rank makes the same number of tries, also
+    one that has nothing left to replace. Groups that are still equal after the last try stay, with advantage 0.
+    """
+    config, dist = trainer.config, trainer.dist
+    size, per_step = config.rollout.group_size, config.rollout.questions_per_step
+    seed = config.seed if config.data.shuffle else None
+    questions = step_questions(trainer.sources.train, step, per_step, seed)
+    spare = spare_questions(trainer.sources.train, step, per_step, seed)
+    mine = range(dist.rank, per_step, dist.world_size)
+    groups: dict[int, list[Trajectory]] = {}
+    rewards: dict[int, list[float]] = {}
+    all_times = []
+    places: Sequence[int] = range(per_step)  # to be rolled out, over all ranks
+    tries = replaced = 0
+    while True:
+        own = [place for place in places if place % dist.world_size == dist.rank]
+        trajectories, times = roll_out(trainer, [questions[place] for place in own], step)
+        all_times.append(times)
+        for n, place in enumerate(own):
+            groups[place] = trajectories[n * size : (n + 1) * size]
+            rewards[place] = [trajectory_reward(trainer, trajectory) for trajectory in groups[place]]
+        if tries == config.rollout.resample_tries:
             break
+        equal = dist.gather_ranks([float(min(rewards[place]) == max(rewards[place])) for place in mine])
+        places = [place for place in range(per_step) if equal[place % dist.world_size][place // dist.world_size]]
+        fresh = list(itertools.islice(spare, len(places)))
+        if not fresh:
+            break
+        places = places[: len(fresh)]
+        for place, question in zip(places, fresh):
+            questions[place] = question
+        tries, replaced = tries + 1, replaced + len(fresh)
+    return StepGroups(
+        questions=questions,
+        trajectories=[trajectory for place in mine for trajectory in groups[place]],
+        rewards=[value for place in mine for value in rewards[place]],
+        times=total_times(all_times),
+        tries=tries,
+        replaced=replaced,
+    )
 
 
-def roll_out(trainer: Trainer, questions: Sequence, step: int) -> tuple[list[Trajectory], RolloutTimes]:
+def trajectory_reward(trainer: Trainer, trajectory: Trajectory) -> float:
+    """Return the reward that the config asks for."""
+    settings = trainer.config.reward
+    return reward(
+        trajectory,
+        settings.name,
+        decode=trainer.tokenizer.decode,
+        format_weight=settings.format_weight,
+        reasoning=PROTOCOLS[trainer.config.protocol.template].reasoning,
+    )
+
+
+def total_times(parts: Sequence[RolloutTimes]) -> RolloutTimes:
+    """Add up rollouts made one after another; of the cache's peak bytes the largest counts."""
+    names = [field.name for field in dataclasses.fields(RolloutTimes)]
+    total = RolloutTimes(**{name: sum(getattr(part, name) for part in parts) for name in names})
+    return dataclasses.replace(total, cache_bytes=max(part.cache_bytes for part in parts))
+
+
+def roll_out(trainer: Trainer, questions: Sequence[Question], step: int) -> tuple[list[Trajectory], RolloutTimes]:
     """Sample this rank's trajectories of a step with the current weights."""
     config = trainer.config
     with trainer.updater.generation():
@@ -179,73 +275,71 @@ def roll_out(trainer: Trainer, questions: Sequence, step: int) -> tuple[list[Tra
 
 @torch.no_grad()
 def score_minibatches(trainer: Trainer, minibatches: list[Minibatch]) -> list[Minibatch]:
-    """Fill in old_logprobs (and ref_logprobs) of every micro-batch, with the packing of the updates to come."""
+    """Fill in old_logprobs (and ref_logprobs) of every micro-batch, with the packing of the updates to come.
+
+    The first minibatch stays without old_logprobs: its update computes them, with the weights that sampled.
+    """
     temperature = trainer.config.rollout.temperature
 
-    def score(batch: Batch) -> Batch:
-        old_logprobs, _ = trainer.updater.model(batch.input_ids, batch.loss_mask, temperature)
-        ref_logprobs = None
+    def score(batch: Batch, *, old: bool) -> Batch:
+        logprobs = {}
+        if old:
+            logprobs["old_logprobs"], _ = trainer.updater.model(batch.input_ids, batch.loss_mask, temperature)
         if trainer.reference is not None:
-            ref_logprobs, _ = trainer.reference(batch.input_ids, batch.loss_mask, temperature)
-        return dataclasses.replace(batch, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
+            logprobs["ref_logprobs"], _ = trainer.reference(batch.input_ids, batch.loss_mask, temperature)
+        return dataclasses.replace(batch, **logprobs)
 
-    return [dataclasses.replace(m, micro_batches=[score(batch) for batch in m.micro_batches]) for m in minibatches]
-
-
-class StepStats:
-    """What the updates of a step add up: sums, and per-token values for quantiles."""
-
-    def __init__(self) -> None:
-        self.updates = 0
-        self.applied = 0
-        self.tokens = 0
-        self.grad_norm = 0.0
-        self.lr = 0.0
-        self.terms: dict[str, Tensor] = {}
-        self.token_sums: dict[str, Tensor] = {}
-        self.log_ratios: list[Tensor] = []
-        self.positive: list[Tensor] = []
+    return [
+        dataclasses.replace(m, micro_batches=[score(batch, old=index > 0) for batch in m.micro_batches])
+        for index, m in enumerate(minibatches)
+    ]
 
 
 def update(trainer: Trainer, minibatch: Minibatch, step: int, stats: StepStats) -> None:
-    """Make one optimiser update on a minibatch."""
+    """Make one optimiser update on a minibatch. Micro-batches without old_logprobs get those of this forward."""
     config, loss = trainer.config, trainer.config.loss
+    scored: list[Batch] = []
+    objective = partial(LOSSES[loss.name], **loss.parameters)
 
     def loss_share(model: torch.nn.Module, batch: Batch) -> Tensor:
         logprobs, entropy = model(batch.input_ids, batch.loss_mask, config.rollout.temperature, True)
+        if batch.old_logprobs is None:
+            batch = dataclasses.replace(batch, old_logprobs=logprobs.detach())
+        scored.append(batch)
         result = policy_loss(
             logprobs,
             batch.old_logprobs,
             batch.advantages,
             batch.loss_mask,
             minibatch.counts,
-            clip_low=loss.clip_low,
-            clip_high=loss.clip_high,
-            gamma=loss.gamma,
-            tau=loss.tau,
-            gate=loss.gate,
+            objective=objective,
             reduction=loss.reduction,
             constant_tokens=(config.rollout.max_searches + 1) * config.rollout.max_turn_tokens,
+            dual_clip_bound=loss.dual_clip,
+            off_policy_delta=loss.off_policy_delta,
+            mismatch=loss.mismatch,
+            mismatch_cap=loss.mismatch_cap,
+            sampling_logprobs=batch.sampling_logprobs,
             ref_logprobs=batch.ref_logprobs,
             ref_kl_coef=loss.ref_kl_beta,
             entropy=entropy,
             entropy_coef=loss.entropy_bonus,
         )
-        for total, part in ((stats.terms, result.terms), (stats.token_sums, result.token_sums)):
-            for name, value in part.items():
-                total[name] = total.get(name, 0) + value
-        stats.log_ratios.append(result.log_ratio)
-        stats.positive.append(result.positive)
+        stats.add(batch, result)
         return result.loss
 
     skipped = trainer.updater.skipped
-    stats.lr = warmup_lr(step, peak=config.optim.lr, warmup_updates=config.optim.warmup_steps)
-    grad_norm = trainer.updater.update(minibatch.micro_batches, loss_share, lr=stats.lr)
-    stats.updates += 1
-    stats.tokens += minibatch.counts.tokens
-    if trainer.updater.skipped == skipped:
-        stats.applied += 1
-        stats.grad_norm += grad_norm
+    stats.begin(minibatch.counts)
+    grad_norm = trainer.updater.update(minibatch.micro_batches, loss_share, lr=learning_rate(trainer, step))
+    minibatch.micro_batches[:] = scored
+    stats.end(grad_norm if trainer.updater.skipped == skipped else None)
+
+
+def learning_rate(trainer: Trainer, step: int) -> float:
+    """Return the learning rate of a step: warm-up, then constant, lowered by each rollback."""
+    config = trainer.config
+    factor = config.drift.rollback_lr_factor**trainer.alarm.rollbacks
+    return factor * warmup_lr(step, peak=config.optim.lr, warmup_updates=config.optim.warmup_steps)
 
 
 def step_metrics(
@@ -255,8 +349,8 @@ def step_metrics(
     times: RolloutTimes,
     minibatches: list[Minibatch],
     stats: StepStats,
-) -> dict[str, float]:
-    """Reduce a step's figures over ranks: sums over counts, quantiles over every sampled token."""
+) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """Return the metrics of a step and of each of its updates: sums over counts, quantiles over every sampled token."""
     config, dist = trainer.config, trainer.dist
     sums = rollout_metrics(trajectories, rewards, config.rollout.group_size)
     mismatch = sum(
@@ -264,8 +358,8 @@ def step_metrics(
         for minibatch in minibatches
         for b in minibatch.micro_batches
     )
-    sums |= {name: float(value) for name, value in (stats.terms | stats.token_sums).items()}
     sums |= {"mismatch": mismatch, "queries": times.queries, "unique_queries": times.unique_queries}
+    sums["drawn_tokens"] = times.sampled_tokens  # also of groups that were replaced
     peak_bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident_peak_bytes()
     maxima = {
         "time/rollout_s": times.total_s,
@@ -277,25 +371,69 @@ def step_metrics(
     total = dist.reduce(sums, maxima)
     metrics = finalise(total) | {name: total[name] for name in maxima}
 
-    log_ratios, positive = torch.cat(stats.log_ratios), torch.cat(stats.positive)
-    parts = dist.gather_objects((log_ratios.float().cpu().numpy(), positive.cpu().numpy()))
-    all_ratios = torch.cat([torch.from_numpy(ratio) for ratio, _ in parts]).exp()
-    all_positive = torch.cat([torch.from_numpy(flags) for _, flags in parts])
+    of_step, of_updates = stats.metrics(config.rollout.max_searches + 1, dist.sum_tensor)
     sampled_tokens = sum(minibatch.counts.tokens for minibatch in minibatches)
-    metrics |= {name: total[name] / max(stats.tokens, 1) for name in stats.token_sums}
-    metrics |= {name: total[name] / stats.updates for name in stats.terms}
-    metrics |= {
-        "policy/ratio_min": token_quantile(all_ratios, 0.0),
-        "policy/ratio_p01": token_quantile(all_ratios, 0.01),
-        "policy/positive_ratio_p01": token_quantile(all_ratios[all_positive], 0.01),
+    metrics |= of_step | {
         "policy/engine_mismatch": total["mismatch"] / max(sampled_tokens, 1),
-        "optim/grad_norm": stats.grad_norm / max(stats.applied, 1),
-        "optim/lr": stats.lr,
+        "optim/lr": learning_rate(trainer, trainer.steps_done + 1),
         "optim/skipped_updates": float(trainer.updater.skipped),
         "rollout/unique_query_frac": total["unique_queries"] / max(total["queries"], 1),
-        "rollout/tokens_per_s": sampled_tokens / metrics["time/rollout_s"],
+        "rollout/tokens_per_s": total["drawn_tokens"] / metrics["time/rollout_s"],
     }
-    return metrics
+    return metrics, of_updates
+
+
+def answer_alarms(trainer: Trainer, logger: MetricsLogger, alarms: list[Alarm]) -> None:
+    """Do what drift.action says: warn, stop, or go back to the last checkpoint from before the drift.
+
+    Raises DriftStop when the run is not to go on.
+    """
+    drift, run_dir = trainer.config.drift, trainer.config.run_dir
+    since = min(alarm.since for alarm in alarms)
+    good = [checkpoint for checkpoint in list_checkpoints(run_dir) if checkpoint_step(checkpoint) < since][-1:]
+    verdict = judge(
+        alarms,
+        trainer.steps_done,
+        action=drift.action,
+        good_step=checkpoint_step(good[0]) if good else None,
+        rollback=trainer.alarm.rollbacks + 1,
+        max_rollbacks=drift.max_rollbacks,
+        lr_factor=drift.rollback_lr_factor,
+    )
+    if verdict.roll_back:
+        roll_back(trainer, logger, good[0])
+    if verdict.stop:
+        raise DriftStop(verdict.text)
+    if verdict.text:
+        logger.message(f"warning: {verdict.text}")
+
+
+def roll_back(trainer: Trainer, logger: MetricsLogger, checkpoint: Path) -> None:
+    """Make everything what it was at a checkpoint, but count the rollback, which lowers the learning rate.
+
+    What was done since is kept in the run's folder rollback_<n>, but for the checkpoints, which are deleted.
+    """
+    config, dist, updater = trainer.config, trainer.dist, trainer.updater
+    rollbacks = trainer.alarm.rollbacks + 1
+    if not dist.zero_stage:  # with ZeRO the weights are part of the trainer's state
+        saved, _ = load_policy(str(checkpoint / "model"), dtype=dist.weights_dtype)
+        updater.policy.model.load_state_dict(saved.state_dict())
+    restore(trainer, checkpoint)
+    trainer.alarm.rollbacks = rollbacks
+    undone = config.run_dir / f"rollback_{rollbacks}"
+    dist.barrier()
+    if dist.is_main:
+        rewind(config.run_dir, trainer.steps_done, undone, {"drift": trainer.alarm.state()})
+        logger.rewind(trainer.steps_done, undone)
+    dist.barrier()
+
+
+def restore(trainer: Trainer, checkpoint: Path) -> None:
+    """Restore the trainer's state and counters from a checkpoint whose weights are loaded, or, with ZeRO, those too."""
+    state = load_checkpoint(checkpoint, trainer.dist, trainer.updater)
+    trainer.updater.skipped = state["skipped_updates"]
+    trainer.alarm.restore(state.get("drift", {}))
+    trainer.steps_done = checkpoint_step(checkpoint)
 
 
 def evaluate(trainer: Trainer, logger: MetricsLogger, step: int) -> dict[str, float]:
@@ -326,13 +464,13 @@ def evaluate(trainer: Trainer, logger: MetricsLogger, step: int) -> dict[str, fl
     return metrics
 
 
-def save_trajectories(trainer: Trainer, trajectories: list[Trajectory], step: int) -> None:
-    """Write the first groups of rank 0 as readable rows."""
+def save_trajectories(trainer: Trainer, logger: MetricsLogger, trajectories: list[Trajectory], step: int) -> None:
+    """Write the first groups of rank 0 as readable rows, to a file and to wandb."""
     if trainer.dist.is_main:
-        shown = trajectories[: 4 * trainer.config.rollout.group_size]
-        write_rows(
-            trainer.config.run_dir / "trajectories" / f"step_{step}.jsonl", [trajectory_row(t) for t in shown]
-        )
+        rows = [trajectory_row(t) for t in trajectories[: 4 * trainer.config.rollout.group_size]]
+        write_rows(trainer.config.run_dir / "trajectories" / f"step_{step}.jsonl", rows)
+        again = f"_rollback_{trainer.alarm.rollbacks}" if trainer.alarm.rollbacks else ""
+        logger.table(f"trajectories/step_{step}{again}", step, rows)
 
 
 def due(every: int | None, step: int) -> bool:
@@ -519,6 +657,11 @@ def run(config: Config, *, resume: bool, dry_run: bool) -> None:
                 with StopRequest(show=dist.is_main) as stop:
                     train(trainer, logger, stop)
                 status = "finished" if trainer.steps_done >= config.optim.steps else "interrupted"
+            except DriftStop as error:
+                status = "stopped"
+                if dist.is_main:
+                    write_run_record(config, stopped_by=str(error))
+                raise
             except KeyboardInterrupt:
                 status = "interrupted"
                 raise
@@ -529,7 +672,7 @@ def run(config: Config, *, resume: bool, dry_run: bool) -> None:
                     report = write_report(config.run_dir)
                     logger.message(f"{status} after {done} steps, {seconds:.0f} s; report {report}")
     finally:
-        if sys.exc_info()[0] is None:
+        if sys.exc_info()[0] in (None, DriftStop):  # where all ranks come; a launcher ends the others after the first
             dist.end()
 
 
@@ -560,23 +703,26 @@ def assemble(
     model, tokenizer = load_policy(path, gradient_checkpointing=config.model.gradient_checkpointing, **loading)
     updater = Updater(
         dist,
-        Policy(model),
+        Policy(model, packed=config.optim.packing == "packed"),
         betas=config.optim.betas,
         eps=config.optim.eps,
         weight_decay=config.optim.weight_decay,
         max_grad_norm=config.optim.max_grad_norm,
     )
-    if checkpoint is not None:
-        updater.skipped = load_checkpoint(checkpoint, dist, updater)["skipped_updates"]
     reference = None
     if config.loss.ref_kl_beta:
         reference_model, _ = load_policy(start_model, **loading)
-        reference = Policy(reference_model).to(dist.device).eval().requires_grad_(False)
+        reference = Policy(reference_model, packed=config.optim.packing == "packed")
+        reference = reference.to(dist.device).eval().requires_grad_(False)
     engine = HFEngine(model, tokenizer, prefill_tokens=config.rollout.prefill_tokens)
-    steps_done = 0 if checkpoint is None else checkpoint_step(checkpoint)
-    return Trainer(
-        config, dist, sources, retriever, tokenizer, updater, reference, engine, start_model, steps_done
+    drift = config.drift
+    alarm = DriftAlarm(drift.model_dump(include=set(RULES)), drift.window, drift.patience)
+    trainer = Trainer(
+        config, dist, sources, retriever, tokenizer, updater, reference, engine, alarm, start_model, steps_done=0
     )
+    if checkpoint is not None:
+        restore(trainer, checkpoint)
+    return trainer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -591,6 +737,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     keep_freed_memory()
     try:
         run(load_config(options.config, options.overrides), resume=options.resume, dry_run=options.dry_run)
+    except DriftStop as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return DRIFT_STATUS
     except Exception as error:
         return print_user_error(error)
     except KeyboardInterrupt:

@@ -2,9 +2,9 @@
 
     make bench-loss
 
-Value and gradient of `sapo.loss.policy_loss` in float64 against `scalar_reference.py`; then one update of a tiny model
-on 1 and 2 processes, with micro-batches of 1 and 8 responses. Errors of gradients are relative and norm-wise. The last
-line is one JSON object; rank_err and microbatch_err are those of float32.
+Value and gradient of `sapo.loss.policy_loss` in float64 against `scalar_reference.py`, for every loss; then one update
+of a tiny model on 1 and 2 processes, with micro-batches of 1 and 8 responses. Errors of gradients are relative and
+norm-wise. The last line is one JSON object; rank_err and microbatch_err are those of float32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.scalar_reference import reference_loss
+from sapo.baselines import LOSSES
+from sapo.config import LOSS_PARAMETERS, LOSS_REDUCTIONS
 from sapo.loss import Counts, policy_loss
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,19 +37,29 @@ ACCELERATE = (
 )  # fmt: skip
 
 
-def scalar_errors() -> tuple[float, float]:
-    """Return the largest value and gradient error over gates, reductions, gamma, tau and random ragged minibatches.
+def variants() -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield name, parameters and reduction: sapo over gates, reductions, gamma and tau, the others as they are used."""
+    reductions = ("sequence_mean", "token_mean", "constant")
+    gates = ("equation", "listing")
+    for gate, reduction, gamma, tau in itertools.product(gates, reductions, (0.0, 0.1), (0.8, 1.0, 1.2)):
+        parameters = {"clip_low": 0.2, "clip_high": 0.28, "gamma": gamma, "tau": tau, "gate": gate}
+        yield "sapo", parameters, reduction
+    for name, parameters in LOSS_PARAMETERS.items():
+        yield name, parameters, LOSS_REDUCTIONS.get(name, "sequence_mean")
+    yield "llds", LOSS_PARAMETERS["llds"] | {"gate_level": "action"}, "sequence_mean"
 
-    An error is |difference| / max(1, |reference|).
+
+def scalar_errors() -> dict[str, tuple[float, float]]:
+    """Return each loss's largest value and gradient error over its variants, corrections and ragged random minibatches.
+
+    An error is |difference| / max(1, |reference|). Corrections: none, then dual clip (where there is a clip), off-policy
+    rows and engine mismatch together.
     """
     generator = torch.Generator().manual_seed(0)
-    value_error = gradient_error = 0.0
-    settings = itertools.product(
-        ("equation", "listing"), ("sequence_mean", "token_mean", "constant"), (0.0, 0.1), (0.8, 1.0, 1.2), range(4)
-    )
-    for gate, reduction, gamma, tau, _ in settings:
+    errors: dict[str, tuple[float, float]] = {}
+    for (name, parameters, reduction), mismatch, _ in itertools.product(variants(), ("none", "tis", "mis"), range(4)):
         B, T = 5, 12
-        old, ref_difference, log_ratio = torch.randn(3, B, T, generator=generator, dtype=torch.float64)
+        old, ref_difference, log_ratio, engine = torch.randn(4, B, T, generator=generator, dtype=torch.float64)
         log_ratio = log_ratio * 0.4
         extreme = torch.randint(0, 8, (B, T), generator=generator)
         for code, value in ((0, 100.0), (1, -100.0), (2, 0.0)):
@@ -55,24 +68,30 @@ def scalar_errors() -> tuple[float, float]:
         mask[-1] = 0
         advantages = torch.randn(B, generator=generator, dtype=torch.float64)
         advantages[1] = 0
-        arguments = dict(
-            clip_low=0.2, clip_high=0.28, gamma=gamma, tau=tau, gate=gate, reduction=reduction, constant_tokens=9,
-            ref_kl_coef=0.01,
-        )  # fmt: skip
-        logprobs, ref = old + log_ratio, old + log_ratio + 0.3 * ref_difference
+        logprobs, ref, sampling = old + log_ratio, old + log_ratio + 0.3 * ref_difference, old + 0.3 * engine
+        corrections: dict[str, Any] = {}
+        bound = 3.0 if mismatch != "none" and "clip_low" in parameters else None
+        if mismatch != "none":
+            corrections = {"mismatch": mismatch, "mismatch_cap": 1.2, "off_policy_delta": 0.1}
+        shared = {"reduction": reduction, "constant_tokens": 9, "ref_kl_coef": 0.01, **corrections}
         value, gradient = reference_loss(
-            logprobs.tolist(), old.tolist(), advantages.tolist(), mask.tolist(), ref_logprobs=ref.tolist(), **arguments
-        )
+            logprobs.tolist(), old.tolist(), advantages.tolist(), mask.tolist(), name=name, parameters=parameters,
+            dual_clip=bound, ref_logprobs=ref.tolist(), sampling_logprobs=sampling.tolist(), **shared,
+        )  # fmt: skip
         nonneg = mask[advantages >= 0].sum()
         counts = Counts(int((mask.sum(1) > 0).sum()), int(mask.sum()), int(nonneg))
         logprobs.requires_grad_()
-        loss = policy_loss(logprobs, old, advantages, mask, counts, ref_logprobs=ref, **arguments).loss
+        loss = policy_loss(
+            logprobs, old, advantages, mask, counts, objective=partial(LOSSES[name], **parameters),
+            dual_clip_bound=bound, ref_logprobs=ref, sampling_logprobs=sampling, **shared,
+        ).loss  # fmt: skip
         loss.backward()
         expected = torch.tensor(gradient, dtype=torch.float64)
-        value_error = max(value_error, abs(loss.item() - value) / max(1, abs(value)))
         scaled = (logprobs.grad - expected).abs() / expected.abs().clamp(min=1)
-        gradient_error = max(gradient_error, scaled.max().item())
-    return value_error, gradient_error
+        value_error, gradient_error = errors.get(name, (0.0, 0.0))
+        value_error = max(value_error, abs(loss.item() - value) / max(1, abs(value)))
+        errors[name] = value_error, max(gradient_error, scaled.max().item())
+    return errors
 
 
 def relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
@@ -108,11 +127,13 @@ def launch(launcher: Sequence[str], *arguments: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    max_value_err, max_grad_err = scalar_errors()
+    errors = scalar_errors()
     rows = ("--rows", "1", "8")
-    result = {"max_value_err": max_value_err, "max_grad_err": max_grad_err}
-    table = [("policy_loss value, float64, against scalar loops", max_value_err, 1e-9)]
-    table.append(("policy_loss gradient, float64, against scalar loops", max_grad_err, 1e-9))
+    result = {"max_value_err": max(e for e, _ in errors.values()), "max_grad_err": max(e for _, e in errors.values())}
+    table = []
+    for name, (value_error, gradient_error) in errors.items():
+        table.append((f"{name}, float64, against scalar loops: value", value_error, 1e-9))
+        table.append((f"{name}, float64, against scalar loops: gradient", gradient_error, 1e-9))
     for dtype, bound, suffix in (("float32", 1e-6, ""), ("float64", 1e-12, "_float64")):
         single = launch((sys.executable,), "--dtype", dtype, *rows)
         both = launch(TORCHRUN, "--dtype", dtype, *rows)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+import sapo.packing as packing
 from sapo.batch import Minibatch, plan_step
 from sapo.distributed import Distributed, Updater, setup
 from sapo.loss import policy_loss
@@ -48,11 +49,16 @@ def tiny_model(dtype: torch.dtype) -> PreTrainedModel:
 
 
 def trajectories(policy: Policy) -> list[Trajectory]:
-    """Ragged trajectories with masked observations; `sampling_logprobs` serve as old_logprobs."""
+    """Ragged trajectories with masked observations; a question's share its prompt.
+
+    `sampling_logprobs` serve as old_logprobs.
+    """
     rng, made = random.Random(0), []
     for index in range(QUESTIONS * GROUP_SIZE):
-        prompt, response = rng.randint(2, 6), rng.randint(3, 30)
-        ids = [rng.randrange(VOCABULARY) for _ in range(prompt + response)]
+        of_question = random.Random(index // GROUP_SIZE)
+        prompt, response = of_question.randint(2, 6), rng.randint(3, 30)
+        ids = [of_question.randrange(VOCABULARY) for _ in range(prompt)]
+        ids += [rng.randrange(VOCABULARY) for _ in range(response)]
         mask = [int(rng.random() < 0.7 or t == 0) for t in range(response)]
         with torch.no_grad():
             logprobs = policy(torch.tensor([ids]), torch.tensor([[0] * prompt + mask]))[0][0, prompt:].tolist()
@@ -81,19 +87,22 @@ def plan(dist: Distributed, policy: Policy, rows: int, minibatch_responses: int)
         minibatch_responses=minibatch_responses,
         micro_batch_tokens=10_000,
         micro_batch_responses=rows,
+        packed=policy.packed,
+        attention_cost=policy.attention_cost,
         gather_ranks=dist.gather_ranks,
         device=dist.device,
     )
 
 
-def run(dist: Distributed, rows: int) -> dict[str, Any]:
+def run(dist: Distributed, rows: int, packed: bool) -> dict[str, Any]:
     """Make one update on the whole step, then three on its minibatches, one with an infinite loss on the last rank.
 
-    rows: responses per micro-batch. Returns loss, gradient (before and, without ZeRO, after clipping) and norm of the
-    first update, and the weights after all; then those after one more update, made by this updater and by one restored
-    from its files.
+    rows: responses per micro-batch; packed: without padding. Returns loss, gradient (before and, without ZeRO, after
+    clipping) and norm of the first update, and the weights after all; then those after one more update, made by this
+    updater and by one restored from its files.
     """
-    policy = Policy(tiny_model(dist.weights_dtype), head_chunk_tokens=16)
+    options = dict(packed=packed, head_chunk_logits=16 * VOCABULARY)
+    policy = Policy(tiny_model(dist.weights_dtype), **options)
     whole, halves = plan(dist, policy, rows, 10), plan(dist, policy, rows, 5)
     # a large eps: with the usual one a gradient of rounding noise moves a weight by the learning rate
     settings = dict(eps=1e-3, max_grad_norm=MAX_GRAD_NORM)
@@ -136,7 +145,7 @@ def run(dist: Distributed, rows: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:  # a new updater goes on where this one was saved
         folder = Path(dist.gather_objects(folder)[0])
         updater.save(folder)
-        resumed = Updater(dist, Policy(tiny_model(dist.weights_dtype), 16), **settings)
+        resumed = Updater(dist, Policy(tiny_model(dist.weights_dtype), **options), **settings)
         if not dist.zero_stage:
             resumed.policy.model.load_state_dict(weights)
         resumed.load(folder)
@@ -171,13 +180,15 @@ def main() -> None:
     parser.add_argument("--zero-stage", type=int, default=0)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rows", type=int, nargs="+", default=[8], help="responses per micro-batch")
+    parser.add_argument("--packed", action="store_true", help="without padding, equal beginnings of 2 tokens shared")
     parser.add_argument("--offload-optimizer", action="store_true")
     args = parser.parse_args()
+    packing.LEAST_SHARED = 2
     dist = setup(
         zero_stage=args.zero_stage, dtype=args.dtype, max_grad_norm=MAX_GRAD_NORM,
         offload_optimizer=args.offload_optimizer,
     )
-    results = [run(dist, rows) for rows in args.rows]
+    results = [run(dist, rows, args.packed) for rows in args.rows]
     if dist.is_main:
         torch.save(results, args.out)
     dist.end()

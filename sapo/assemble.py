@@ -86,6 +86,11 @@ def load_sources(config: Config, *, write: bool = True) -> Sources:
                 f"data.train holds {len(train)} questions, but rollout.questions_per_step = "
                 f"{config.rollout.questions_per_step} different ones are drawn at each step: lower it or add questions"
             )
+        if len(train) == config.rollout.questions_per_step and config.rollout.resample_tries:
+            raise ConfigError(
+                f"data.train holds just the rollout.questions_per_step = {len(train)} questions that every step draws, "
+                "so rollout.resample_tries has no other to replace one with: set it to 0, draw fewer or add questions"
+            )
         return Sources(train, heldout, config.retriever.corpus, config.retriever.index)
     world = make_world(config.world, config.seed)
     folder = cache_folder(config, "world", config.world.model_dump(), config.seed)

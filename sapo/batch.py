@@ -5,13 +5,17 @@ Dims: `B` responses, `T` tokens. Nothing here communicates: the one exchange bet
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from sapo.diagnostics import TokenKinds, no_kinds, turn_numbers
 from sapo.loss import Counts
+from sapo.packing import shared_prefix
 from sapo.types import Batch, Trajectory
 
 GatherRanks = Callable[[list[int]], list[list[float]]]  # the numbers of this rank -> those of every rank
@@ -29,9 +33,14 @@ class Minibatch:
 
 
 def make_batch(
-    trajectories: Sequence[Trajectory], advantages: Sequence[float], device: str | torch.device = "cpu"
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[float],
+    device: str | torch.device = "cpu",
+    token_kinds: TokenKinds = no_kinds,
 ) -> Batch:
     """Lay trajectories out as one right-padded batch, T = the longest. advantages: one per trajectory.
+
+    token_kinds(trajectory): the kind of each response token, for the diagnostics.
 
     Ids are padded with 0 and every mask is set by position, so no id has a special meaning here.
     Raises ValueError when a trajectory's response lists differ in length or its prompt is empty.
@@ -40,6 +49,7 @@ def make_batch(
     shape = (len(trajectories), max(lengths))
     input_ids = torch.zeros(shape, dtype=torch.int64)
     loss_mask, sampling_logprobs = torch.zeros(shape), torch.zeros(shape)
+    turn, kind = torch.zeros(shape, dtype=torch.int8), torch.zeros(shape, dtype=torch.int8)
     for row, (trajectory, length) in enumerate(zip(trajectories, lengths, strict=True)):
         if not len(trajectory.response_ids) == len(trajectory.loss_mask) == len(trajectory.sampling_logprobs):
             raise ValueError(
@@ -55,11 +65,15 @@ def make_batch(
         input_ids[row, :length] = torch.tensor(trajectory.ids)
         loss_mask[row, response] = torch.tensor(trajectory.loss_mask, dtype=torch.float32)
         sampling_logprobs[row, response] = torch.tensor(trajectory.sampling_logprobs, dtype=torch.float32)
+        turn[row, response] = torch.from_numpy(turn_numbers(trajectory))
+        kind[row, response] = torch.from_numpy(token_kinds(trajectory))
     return Batch(
         input_ids=input_ids.to(device),
         lengths=torch.tensor(lengths).to(device),
         loss_mask=loss_mask.to(device),
         sampling_logprobs=sampling_logprobs.to(device),
+        turn=turn.to(device),
+        kind=kind.to(device),
         advantages=torch.as_tensor(advantages, dtype=torch.float32).to(device),
     )
 
@@ -75,6 +89,8 @@ def dummy_batch(device: str | torch.device = "cpu") -> Batch:
         lengths=torch.full((1,), 2, device=device),
         loss_mask=zeros,
         sampling_logprobs=zeros,
+        turn=zeros.to(torch.int8),
+        kind=zeros.to(torch.int8),
         advantages=zeros[:, 0],
     )
 
@@ -112,22 +128,84 @@ def minibatch_rows(
     return minibatches
 
 
-def pack(lengths: Sequence[int], max_tokens: int, max_rows: int) -> list[list[int]]:
-    """Cut rows into micro-batches, longest first: rows x longest row <= max_tokens and rows <= max_rows.
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a minibatch on this rank, in the order in which they are cut into micro-batches.
 
-    lengths: tokens of each row. A row longer than `max_tokens` gets a micro-batch of its own.
-
-    >>> pack([3, 9, 4, 12, 4], max_tokens=8, max_rows=8)
-    [[3], [1], [2, 4], [0]]
+    rows: numbers of trajectories. lengths: tokens that each forwards. shared: how many of them the row before it has
+    too, or None where rows are padded, longest first. attention_cost: cost of attention in a row of one token, in units
+    of the rest of the model's; it grows with the square of the length.
     """
-    micro_batches: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        last = micro_batches[-1] if micro_batches else []
-        if last and len(last) < max_rows and (len(last) + 1) * lengths[last[0]] <= max_tokens:
-            last.append(row)
-        else:
-            micro_batches.append([row])
-    return micro_batches
+
+    rows: list[int]
+    lengths: list[int]
+    shared: list[int] | None
+    attention_cost: float
+
+    def cut(self, max_tokens: int, max_rows: int, max_cost: float = math.inf) -> list[list[int]]:
+        """Cut the order into micro-batches as long as the limits allow; a row beyond them gets one of its own.
+
+        max_tokens counts forwarded tokens, padding included. Returns places in the order.
+
+        >>> Rows([5, 6, 7, 8, 9], [12, 9, 4, 4, 3], None, 0.0).cut(max_tokens=8, max_rows=8)
+        [[0], [1], [2, 3], [4]]
+        >>> Rows([5, 6, 7, 8, 9], [12, 9, 4, 4, 3], [0, 7, 0, 2, 2], 0.0).cut(max_tokens=14, max_rows=8)
+        [[0, 1], [2, 3, 4]]
+        """
+        runs: list[list[int]] = []
+        tokens = cost = 0.0
+        for place, length in enumerate(self.lengths):
+            width = self.lengths[runs[-1][0]] if runs and self.shared is None else length
+            added = width - self.shared[place] if self.shared is not None else width
+            added_cost = self._cost(width, width - added)
+            fits = tokens + added <= max_tokens and cost + added_cost <= max_cost
+            if runs and len(runs[-1]) < max_rows and fits:
+                runs[-1].append(place)
+                tokens, cost = tokens + added, cost + added_cost
+            else:
+                runs.append([place])
+                tokens, cost = float(length), self._cost(length, 0)
+        return runs
+
+    def _cost(self, length: int, shared: int) -> float:
+        """a*L + b*L^2 of a row, less that of the tokens it shares."""
+        return length - shared + self.attention_cost * (length**2 - shared**2)
+
+    def cut_evenly(self, parts: int, max_tokens: int, max_rows: int) -> list[list[int]]:
+        """Cut the order into at most `parts` micro-batches whose most expensive one costs least.
+
+        `parts` must not be less than `cut` needs.
+        """
+        low, high = 0.0, sum(self._cost(length, 0) for length in self.lengths) * len(self.lengths)
+        for _ in range(40):
+            middle = (low + high) / 2
+            if len(self.cut(max_tokens, max_rows, middle)) <= parts:
+                high = middle
+            else:
+                low = middle
+        return self.cut(max_tokens, max_rows, high)
+
+
+def arrange(
+    rows: Sequence[int], trajectories: Sequence[Trajectory], *, packed: bool, attention_cost: float = 0.0
+) -> Rows:
+    """Order rows for `Rows.cut`: padded ones by length, packed ones so that equal beginnings follow each other.
+
+    A packed row forwards the tokens before its last sampled one (see `sapo/packing.py`).
+    """
+    if not packed:
+        order = sorted(rows, key=lambda row: (-len(trajectories[row].ids), row))
+        return Rows(order, [len(trajectories[row].ids) for row in order], None, attention_cost)
+    forwarded = {}
+    for row in rows:
+        trajectory = trajectories[row]
+        after = trajectory.loss_mask[::-1].index(1)  # tokens behind the last sampled one
+        forwarded[row] = np.array(trajectory.ids[: len(trajectory.ids) - after - 1])
+    order = sorted(rows, key=lambda row: (trajectories[row].ids, row))
+    shared = [0] * len(order)
+    for place, (before, row) in enumerate(zip(order, order[1:]), start=1):
+        shared[place] = shared_prefix(forwarded[before], forwarded[row])
+    return Rows(order, [len(forwarded[row]) for row in order], shared, attention_cost)
 
 
 def plan_step(
@@ -139,33 +217,40 @@ def plan_step(
     minibatch_responses: int,
     micro_batch_tokens: int,
     micro_batch_responses: int,
+    packed: bool = False,
+    attention_cost: float = 0.0,
     gather_ranks: GatherRanks = lambda values: [values],
     device: str | torch.device = "cpu",
+    token_kinds: TokenKinds = no_kinds,
 ) -> list[Minibatch]:
-    """Pack this rank's trajectories of a step into minibatches of micro-batches, once for the whole step.
+    """Cut this rank's trajectories of a step into minibatches of micro-batches, once for the whole step.
 
-    The packing must not change between the forward that gives `old_logprobs` and the updates: other padding moves a
+    The cut must not change between the forward that gives `old_logprobs` and the updates: other padding moves a
     logprob by about 3e-6, enough to open the gate at tau = 1. advantages: one per trajectory. micro_batch_tokens counts
-    padded tokens. gather_ranks is called once, by every rank; the default is that of a single process.
+    forwarded tokens, padding included. packed: for a `Policy` that forwards without padding. attention_cost: of
+    `Policy.attention_cost`; ranks work in step, so each cuts its part into as many micro-batches as the rank that needs
+    most, of costs as even as can be. Trajectories stay on the rank that sampled them. gather_ranks is called once, by
+    every rank; the default is that of a single process.
     """
     advantages = torch.as_tensor(advantages, dtype=torch.float32).tolist()  # the signs that the loss will see
-    minibatches = minibatch_rows(trajectories, question_ids, group_size, minibatch_responses)
-    packed: list[list[Batch]] = []
-    numbers: list[int] = []  # four per minibatch: its counts and its micro-batches on this rank
-    for rows in minibatches:
-        rows = [row for row in rows if any(trajectories[row].loss_mask)]  # one without a sampled token adds nothing
-        chosen = [trajectories[row] for row in rows]
-        packed.append([
-            make_batch([chosen[i] for i in micro], [advantages[rows[i]] for i in micro], device)
-            for micro in pack([len(t.ids) for t in chosen], micro_batch_tokens, micro_batch_responses)
-        ])
-        sampled = [sum(t.loss_mask) for t in chosen]
+    arranged: list[Rows] = []
+    numbers: list[int] = []  # four per minibatch: its counts, and the micro-batches that this rank needs
+    for members in minibatch_rows(trajectories, question_ids, group_size, minibatch_responses):
+        rows = [row for row in members if any(trajectories[row].loss_mask)]  # without a sampled token it adds nothing
+        arranged.append(arrange(rows, trajectories, packed=packed, attention_cost=attention_cost))
+        sampled = [sum(trajectories[row].loss_mask) for row in rows]
         nonneg = sum(tokens for row, tokens in zip(rows, sampled) if advantages[row] >= 0)
-        numbers += [sum(tokens > 0 for tokens in sampled), sum(sampled), nonneg, len(packed[-1])]
+        needed = arranged[-1].cut(micro_batch_tokens, micro_batch_responses)
+        numbers += [len(rows), sum(sampled), nonneg, len(needed)]
     columns = [[int(number) for number in column] for column in zip(*gather_ranks(numbers))]  # [4 x minibatches][ranks]
     plan = []
-    for index, micro_batches in enumerate(packed):
-        responses, tokens, nonneg, sizes = columns[4 * index : 4 * index + 4]
-        dummies = [dummy_batch(device) for _ in range(max(1, *sizes) - len(micro_batches))]
+    for index, part in enumerate(arranged):
+        responses, tokens, nonneg, needed = columns[4 * index : 4 * index + 4]
+        micro_batches = []
+        for places in part.cut_evenly(max(needed), micro_batch_tokens, micro_batch_responses):
+            rows = [part.rows[place] for place in places]
+            chosen = [trajectories[row] for row in rows]
+            micro_batches.append(make_batch(chosen, [advantages[row] for row in rows], device, token_kinds))
+        dummies = [dummy_batch(device) for _ in range(max(1, *needed) - len(micro_batches))]
         plan.append(Minibatch(micro_batches + dummies, Counts(sum(responses), sum(tokens), sum(nonneg))))
     return plan

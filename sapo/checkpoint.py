@@ -10,6 +10,7 @@ A checkpoint is written under a temporary name and renamed when complete, so a k
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -96,6 +97,27 @@ def load_checkpoint(checkpoint: Path, dist: Distributed, updater: Updater) -> di
         if torch.cuda.is_available() and saved["cuda"] is not None:
             torch.cuda.set_rng_state(saved["cuda"])
     return state
+
+
+def rewind(run_dir: Path, step: int, undone: Path, state: dict[str, Any]) -> None:
+    """Make the checkpoint of `step` the newest and change `state` in it. One rank calls, while no other reads.
+
+    Later checkpoints are deleted; later evaluations and trajectories are moved to the folder `undone`, none is lost.
+    """
+    file = run_dir / "checkpoints" / f"step_{step}" / "state.json"
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.write_text(json.dumps(saved | state, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, file)
+    for checkpoint in list_checkpoints(run_dir):
+        if checkpoint_step(checkpoint) > step:
+            _delete(checkpoint)
+    for kind in ("eval", "trajectories"):
+        for path in (run_dir / kind).glob("step_*"):
+            match = _NAME.match(path.name)
+            if match and int(match[1]) > step:
+                (undone / kind).mkdir(parents=True, exist_ok=True)
+                path.replace(undone / kind / path.name)
 
 
 def _delete(checkpoint: Path) -> None:

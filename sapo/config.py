@@ -64,7 +64,7 @@ class DataSettings(Section):
 
 
 class ProtocolSettings(Section):
-    template: Literal["sapo", "search_r1", "plain"] = "sapo"
+    template: Literal["sapo", "refine", "search_r1", "plain"] = "sapo"
     """Prompt and observation tags; a checkpoint must be used with the template it was trained with."""
     think_aware: bool = False
     """Ignore search and answer tags inside an open <think>; false lets tags act anywhere, as in Search-R1."""
@@ -93,7 +93,10 @@ class RolloutSettings(Section):
     questions_per_step: Count = 256
     """Questions drawn in one step, over all ranks."""
     group_size: Count = 10
-    """Trajectories sampled for each question (G)."""
+    """Trajectories sampled for each question (G), at least 2."""
+    resample_tries: Annotated[int, Field(ge=0)] = 0
+    """Times per step that questions whose G rewards are all equal, which teach nothing, are replaced by others (dynamic
+    sampling of DAPO); 0 keeps them, and so does the last try. Each try costs a rollout of what it replaces."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; logits are divided by it."""
     top_p: Fraction = 1.0
@@ -125,6 +128,12 @@ class RolloutSettings(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> RolloutSettings:
+        if self.group_size == 1:
+            raise ValueError(
+                "rollout.group_size = 1 leaves nothing to compare a response with: its mean is its own reward and its "
+                "standard deviation, like the mean of the others, does not exist, so no advantage.estimator can tell "
+                "good from bad: raise it to at least 2"
+            )
         if self.max_rows is not None and self.max_rows < self.group_size:
             raise ValueError(
                 f"rollout.max_rows = {self.max_rows} cannot hold a group of rollout.group_size = {self.group_size}: "
@@ -140,30 +149,139 @@ class RolloutSettings(Section):
 
 
 class RewardSettings(Section):
-    name: Literal["f1", "em"] = "f1"
-    """Reward of a trajectory: F1 or exact match of its answer with the best golden answer, 0 without an answer."""
+    name: Literal["f1", "em", "cover_em", "autorefine", "search_r1_compat"] = "f1"
+    """Reward of a trajectory. `f1`, `em`, `cover_em`: of its answer with the best golden answer, 0 without an answer.
+    `autorefine`: F1, or 0.1 where F1 is 0 and a <refine> block holds a golden answer. `search_r1_compat`: EM as
+    Search-R1 scores, over prompt and response, example answers and documents included."""
+    format_weight: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share w of a well-formed trajectory (1 or 0) in the reward: (1 - w) * reward + w * format; 0 is off."""
+
+
+class AdvantageSettings(Section):
+    estimator: Literal["zscore", "mean", "leave_one_out"] = "zscore"
+    """What a reward is compared with. `zscore`: (R - group mean) / (group std + 1e-6), as in GRPO; `mean`: R - group
+    mean, as in Dr. GRPO; `leave_one_out`: R - mean of the group's other rewards, as in RLOO."""
+
+
+# The parameters of each loss (keywords of its function in sapo/baselines.py) with their defaults, its paper's.
+LOSS_PARAMETERS: dict[str, dict[str, float | str]] = {
+    "sapo": {"gamma": 0.1, "tau": 1.0, "gate": "equation", "clip_low": 0.2, "clip_high": 0.2},
+    "grpo": {"clip_low": 0.2, "clip_high": 0.2},
+    "kl_uncond": {"gamma": 0.1, "clip_low": 0.2, "clip_high": 0.2},
+    "kl_ratio": {"gamma": 0.1, "tau": 1.0, "clip_low": 0.2, "clip_high": 0.2},
+    "positive_nll": {"gamma": 0.1, "clip_low": 0.2, "clip_high": 0.2},
+    "llds": {"gamma": 0.2, "gate_level": "response", "clip_low": 0.2, "clip_high": 0.2},
+    "dapo": {"clip_low": 0.2, "clip_high": 0.28},
+    "dr_grpo": {"clip_low": 0.2, "clip_high": 0.2},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {"ratio_max": 5.0},
+    "soft_sapo": {"temperature_pos": 1.0, "temperature_neg": 1.05},
+}
+LOSS_REDUCTIONS = {"dapo": "token_mean", "cispo": "token_mean", "dr_grpo": "constant"}  # others: sequence_mean
+MISMATCH_CAPS = {"none": None, "tis": 2.0, "mis": 3.0}
 
 
 class LossSettings(Section):
-    name: Literal["sapo"] = "sapo"
-    """Policy objective; with gamma = 0 it is GRPO."""
-    gamma: Annotated[float, Field(ge=0)] = 0.1
-    """Weight of the drift penalty log(ratio) on the tokens the gate lets through; 0 is GRPO."""
-    tau: Annotated[float, Field(gt=0)] = 1.0
-    """The gate is open below this ratio of new to old probability."""
-    gate: Literal["equation", "listing"] = "equation"
-    """`equation`: ratio < tau and advantage > 0 (Eq. 11); `listing`: <= and >= (the released code)."""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
-    clip_high: Annotated[float, Field(gt=0)] = 0.2
-    """The ratio is clipped above at 1 + clip_high."""
+    name: Literal[
+        "sapo", "grpo", "kl_uncond", "kl_ratio", "positive_nll", "llds", "dapo", "dr_grpo", "gspo", "cispo", "soft_sapo"
+    ] = "sapo"
+    """Policy objective, a function of sapo/baselines.py. `sapo` is Search Agent Policy Optimization (arXiv 2603.10069),
+    `soft_sapo` Soft Adaptive Policy Optimization (2511.20347). `dapo` takes its dynamic sampling from
+    `rollout.resample_tries`; `dr_grpo` needs advantage.estimator `mean`. Parameters of other losses stay null."""
+    gamma: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the term that keeps likelihoods up: sapo, kl_uncond, kl_ratio, positive_nll (0.1), llds (its lambda,
+    0.2). 0 is GRPO."""
+    tau: Annotated[float, Field(gt=0)] | None = None
+    """The gate is open below this ratio of new to old probability: sapo, kl_ratio (1.0)."""
+    gate: Literal["equation", "listing"] | None = None
+    """sapo: `equation` (default): ratio < tau and advantage > 0 (Eq. 11); `listing`: <= and >= (the released code)."""
+    gate_level: Literal["response", "action"] | None = None
+    """llds: the gate is open where the summed log-ratio of the `response` (default) or of the turn (`action`) is below
+    0."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """The ratio is clipped below at 1 - clip_low: all but cispo and soft_sapo (0.2; gspo 3e-4)."""
+    clip_high: Annotated[float, Field(gt=0)] | None = None
+    """The ratio is clipped above at 1 + clip_high: all but cispo and soft_sapo (0.2; dapo 0.28; gspo 4e-4)."""
+    ratio_max: Annotated[float, Field(ge=1)] | None = None
+    """cispo: cap of the ratio that weighs log-probabilities (5.0)."""
+    temperature_pos: Annotated[float, Field(gt=0)] | None = None
+    """soft_sapo: temperature of its sigmoid where the advantage is above 0 (1.0)."""
+    temperature_neg: Annotated[float, Field(gt=0)] | None = None
+    """soft_sapo: temperature of its sigmoid elsewhere (1.05)."""
     reduction: Literal["sequence_mean", "token_mean", "constant"] = "sequence_mean"
     """How token terms are averaged over the minibatch: mean of response means (Eq. 9), mean of all tokens, or mean of
-    response sums over the constant (max_searches + 1) * max_turn_tokens."""
+    response sums over the constant (max_searches + 1) * max_turn_tokens. Left out, it is the loss's own: token_mean
+    for dapo and cispo, constant for dr_grpo, sequence_mean for the others. gspo and dr_grpo take no other."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Where the advantage A is below 0, a token's loss is at most -dual_clip * A (3 is usual); null is off. Not for
+    cispo and soft_sapo, which do not clip the ratio."""
+    off_policy_delta: Annotated[float, Field(gt=0)] | None = None
+    """Leave out responses of negative advantage whose mean of old minus new logprobs is above this, in nats; null is
+    off."""
+    mismatch: Literal["none", "tis", "mis"] = "none"
+    """Weigh each token by the ratio of the trainer's to the engine's probability of it: `tis` cuts the ratio at
+    mismatch_cap, `mis` drops tokens above it. With top_p, top_k or min_p it needs rollout.logprobs `sampled`."""
+    mismatch_cap: Annotated[float, Field(ge=1)] | None = None
+    """Cap of that ratio (tis 2.0, mis 3.0)."""
     ref_kl_beta: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the k3 KL to the frozen starting model; 0 keeps no copy of that model."""
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the mean token entropy (nats) added to the objective."""
+
+    @property
+    def parameters(self) -> dict[str, float | str]:
+        """The parameters of the loss, as keywords of its function."""
+        return {key: getattr(self, key) for key in LOSS_PARAMETERS[self.name]}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_its_own(cls, given: Any) -> Any:
+        """Give the parameters of the named loss their defaults, refuse those of other losses."""
+        if not isinstance(given, dict):
+            return given
+        name, mismatch = given.get("name", "sapo"), given.get("mismatch", "none")
+        if name not in list(LOSS_PARAMETERS) or mismatch not in list(MISMATCH_CAPS):
+            return given  # the fields name their choices
+        own = LOSS_PARAMETERS[name]
+        for key in given:
+            having = [other for other, parameters in LOSS_PARAMETERS.items() if key in parameters]
+            if having and name not in having and given[key] is not None:
+                clash = (
+                    " (sapo is Search Agent Policy Optimization, arXiv 2603.10069, soft_sapo Soft Adaptive Policy "
+                    "Optimization, 2511.20347)"
+                    if "soft_sapo" in (name, *having)
+                    else ""
+                )
+                raise ValueError(
+                    f"loss.{key} is not a parameter of loss.name = {name}, which has {', '.join(own)}: remove it, set "
+                    f"it to null, or choose one of the losses that have it, {', '.join(having)}{clash}"
+                )
+        defaults = {
+            **own,
+            "reduction": LOSS_REDUCTIONS.get(name, "sequence_mean"),
+            "mismatch_cap": MISMATCH_CAPS[mismatch],
+        }
+        return given | {key: value for key, value in defaults.items() if given.get(key) is None}
+
+    @model_validator(mode="after")
+    def _belongs_together(self) -> LossSettings:
+        if self.name == "gspo" and self.reduction != "sequence_mean":
+            raise ValueError(
+                f"loss.reduction = {self.reduction} counts tokens, but loss.name = gspo has one ratio a response: set "
+                "it to sequence_mean or remove it"
+            )
+        if self.name == "dr_grpo" and self.reduction != "constant":
+            raise ValueError(
+                f"loss.reduction = {self.reduction} weighs tokens by length, which loss.name = dr_grpo is there to "
+                "avoid: set it to constant or remove it; for other reductions use loss.name = grpo"
+            )
+        if self.dual_clip is not None and "clip_low" not in self.parameters:
+            raise ValueError(
+                f"loss.dual_clip goes with a clipped ratio, which loss.name = {self.name} does not have: remove it"
+            )
+        if self.mismatch == "none" and self.mismatch_cap is not None:
+            raise ValueError("loss.mismatch_cap without loss.mismatch does nothing: set loss.mismatch to tis or mis")
+        return self
 
 
 class OptimSettings(Section):
@@ -185,8 +303,11 @@ class OptimSettings(Section):
     """Trajectories, over all ranks, behind one optimiser update."""
     epochs: Count = 1
     """Passes over each rollout batch."""
+    packing: Literal["packed", "padded"] = "packed"
+    """`packed`: rows are forwarded without padding, and what rows of a micro-batch begin with in common (prompts) once;
+    `padded`: as rectangles, for models whose attention cannot be replaced. The same result up to float rounding."""
     micro_batch_tokens: Count = 16384
-    """Padded tokens in one forward and backward of one rank; bounds memory, does not change the result."""
+    """Tokens in one forward and backward of one rank, padding included; bounds memory, does not change the result."""
     micro_batch_responses: Count = 8
     """Trajectories in one forward and backward of one rank, at most; does not change the result."""
     max_nonfinite: Annotated[int, Field(ge=0)] = 5
@@ -234,6 +355,39 @@ class CheckpointSettings(Section):
     """Newest checkpoints kept; null keeps all."""
 
 
+class DriftSettings(Section):
+    action: Literal["warn", "stop", "rollback"] = "warn"
+    """When the alarm sounds: `warn` and go on; `stop` with a checkpoint and exit status 3; `rollback` to the last
+    checkpoint from before the drift and go on from there at a lower learning rate."""
+    patience: Count = 3
+    """The alarm sounds when the same limit is passed in so many steps in a row."""
+    window: Count = 10
+    """Limits relative to `before` are measured from the median of so many latest steps within the limit, and hold once
+    there are `patience` of them."""
+    positive_drift_frac: Fraction | None = 0.02
+    """Limit of policy/positive_drift_frac, tokens of good responses that lost half of their probability; null: off."""
+    underflow_frac: Fraction | None = 0.1
+    """Limit of policy/underflow_frac: responses whose cumulative ratio underflows; null is off."""
+    clip_frac: Fraction | None = 0.1
+    """Limit of policy/clip_frac: tokens that clipping leaves without gradient; null is off."""
+    entropy_rise: Annotated[float, Field(gt=0)] | None = 1.0
+    """policy/entropy_nats may rise by so many nats above before; null is off."""
+    entropy_fall: Fraction | None = None
+    """policy/entropy_nats may fall by this share of before; null is off: entropy falls in healthy training too."""
+    grad_norm_rise: Annotated[float, Field(gt=1)] | None = 10.0
+    """optim/grad_norm may be so many times that of before; null is off."""
+    invalid_rise: Fraction | None = 0.2
+    """rollout/invalid_frac may rise by this much above before; null is off."""
+    reward_fall: Fraction | None = 0.5
+    """reward/mean may fall by this share of before; null is off."""
+    underflow_ratio: Annotated[float, Field(gt=0, lt=1)] = 1e-4
+    """A response underflows when the product of its tokens' ratios is below this (eps of Definition 1)."""
+    max_rollbacks: Annotated[int, Field(ge=0)] = 2
+    """`rollback` goes on so many times; the next alarm rolls back and stops the run with exit status 3."""
+    rollback_lr_factor: Fraction = 0.5
+    """Each rollback multiplies the learning rate of the rest of the run by this."""
+
+
 class WandbSettings(Section):
     mode: Literal["disabled", "offline", "online"] = "disabled"
     """`offline` needs no account; `online` needs a login."""
@@ -277,6 +431,8 @@ class Config(Section):
     """Sampling of trajectories."""
     reward: RewardSettings = RewardSettings()
     """Scoring of trajectories."""
+    advantage: AdvantageSettings = AdvantageSettings()
+    """From rewards to advantages."""
     loss: LossSettings = LossSettings()
     """Policy objective."""
     optim: OptimSettings = OptimSettings()
@@ -287,8 +443,26 @@ class Config(Section):
     """Evaluation during training."""
     checkpoint: CheckpointSettings = CheckpointSettings()
     """Saving."""
+    drift: DriftSettings = DriftSettings()
+    """Alarm on a policy that drifts away from its own samples."""
     logging: LoggingSettings = LoggingSettings()
     """What is recorded and shown."""
+
+    @model_validator(mode="after")
+    def _loss_gets_what_it_needs(self) -> Config:
+        rollout, loss = self.rollout, self.loss
+        truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
+        if loss.mismatch != "none" and rollout.logprobs == "full" and truncated:
+            raise ValueError(
+                f"loss.mismatch = {loss.mismatch} divides by the probability that a token was sampled with, which "
+                "rollout.logprobs = full does not record beside top_p, top_k or min_p: set rollout.logprobs to sampled"
+            )
+        if loss.name == "dr_grpo" and self.advantage.estimator != "mean":
+            raise ValueError(
+                f"advantage.estimator = {self.advantage.estimator}, but the advantage of loss.name = dr_grpo is R - "
+                "group mean: set advantage.estimator to mean"
+            )
+        return self
 
     @model_validator(mode="after")
     def _sources_are_complete(self) -> Config:
@@ -296,8 +470,19 @@ class Config(Section):
             raise ValueError("warm_start learns from demonstrations of a world: add a 'world' section or remove it")
         if self.eval.fault_free and self.warm_start is None:
             raise ValueError("eval.fault_free compares with another warm start: add 'warm_start' or set it to false")
+        if self.optim.packing == "packed" and self.model.attn_implementation != "sdpa":
+            raise ValueError(
+                f"optim.packing = packed brings its own attention, so model.attn_implementation = "
+                f"{self.model.attn_implementation} would not be used in training: set optim.packing = padded"
+            )
         if not self.model.path and self.warm_start is None:
             raise ValueError("no policy: set model.path to a Hugging Face folder or hub id, or add 'warm_start'")
+        if self.reward.name == "search_r1_compat" and self.protocol.template == "plain":
+            raise ValueError(
+                "reward.name = search_r1_compat reads only the last of two or more <answer> blocks and counts on those "
+                "in the prompt, but the prompt of protocol.template = plain has none, so that every single answer "
+                "would score 0: use template search_r1, or reward.name = em"
+            )
         if self.world is not None:
             if self.data.model_copy(update={"shuffle": True}) != DataSettings():
                 raise ValueError(
@@ -428,13 +613,24 @@ def config_warnings(config: Config) -> list[str]:
             f"softmax: expect a constant policy/engine_mismatch{recorded}"
         )
     updates = rollout.questions_per_step * rollout.group_size // optim.minibatch_responses * optim.epochs
-    if loss.gamma > 0 and loss.gate == "equation" and loss.tau <= 1 and updates <= 1:
+    gates = {"kl_ratio": "the gate of kl_ratio (ratio < tau <= 1)", "llds": "the gate of llds (log-ratio < 0)"}
+    if loss.gate == "equation":
+        gates["sapo"] = "SAPO's gate (ratio < tau <= 1)"
+    if loss.name in gates and loss.gamma > 0 and (loss.tau is None or loss.tau <= 1) and updates <= 1:
         warnings.append(
-            "one update per rollout batch leaves every ratio at exactly 1, so SAPO's gate (ratio < tau <= 1) never "
-            "opens and the run is plain GRPO: lower optim.minibatch_responses or raise optim.epochs"
+            f"one update per rollout batch leaves every ratio at exactly 1, so {gates[loss.name]} never opens and the "
+            "run is plain GRPO: lower optim.minibatch_responses or raise optim.epochs"
         )
-    if rollout.group_size == 1:
-        warnings.append("rollout.group_size = 1 has no group to compare with: the advantage is the reward itself")
+    if config.reward.name == "autorefine" and config.protocol.template != "refine":
+        warnings.append(
+            f"reward.name = autorefine rewards <refine> blocks, but protocol.template = {config.protocol.template} "
+            "asks for none, so that it is plain F1: set protocol.template to refine"
+        )
+    if config.drift.action == "rollback" and config.drift.rollback_lr_factor == 1:
+        warnings.append(
+            "drift.rollback_lr_factor = 1 changes nothing after a rollback: on a CPU the same steps come again, bit "
+            "for bit, and on a GPU nearly so; set it below 1"
+        )
     if optim.warmup_steps >= optim.steps:
         warnings.append(
             f"optim.warmup_steps = {optim.warmup_steps} is not less than optim.steps = {optim.steps}: "

@@ -16,6 +16,8 @@ import numpy as np
 
 from sapo.types import Question
 
+_SPARE = 1  # keys the draw of spare questions apart from that of the epochs
+
 
 def load_questions(paths: Sequence[str | Path], limit: int | None = None) -> list[Question]:
     """Read the concatenation of `paths`, at most its first `limit` questions.
@@ -57,6 +59,22 @@ def step_questions(questions: Sequence[Question], step: int, per_step: int, seed
         return list(questions[chosen])
     order = np.random.default_rng((seed, epoch)).permutation(len(questions))
     return [questions[i] for i in order[chosen]]
+
+
+def spare_questions(questions: Sequence[Question], step: int, per_step: int, seed: int | None) -> Iterator[Question]:
+    """Yield the questions that step `step` does not draw, each once, to replace those of its own that teach nothing.
+
+    Their order is a permutation keyed by (seed, step), or with `seed` None the given order from the step's questions
+    on, round to the start. It depends on nothing else, and what `step_questions` draws does not depend on how many are
+    taken here, so a resumed run draws what it would have drawn.
+    """
+    drawn = {question.id for question in step_questions(questions, step, per_step, seed)}
+    if seed is None:
+        start = (step - 1) % (len(questions) // per_step) * per_step
+        order = [*range(start, len(questions)), *range(start)]
+    else:
+        order = np.random.default_rng((seed, step, _SPARE)).permutation(len(questions))
+    return (questions[i] for i in order if questions[i].id not in drawn)
 
 
 def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -1,6 +1,6 @@
 """The policy model: load it, and score tokens without ever holding a [B, T, V] tensor of logits.
 
-Dims: `B` responses, `T` tokens, `N` sampled tokens, `V` vocabulary, `H` hidden.
+Dims: `B` responses, `T` tokens, `N` sampled tokens, `V` vocabulary, `c` a chunk of it, `H` hidden.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ from transformers import (
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
+from sapo.packing import pack_rows, use_packed_attention
+
 # Config fields of models that change their logits after the output head, which `Policy` does not reproduce.
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+
+HEAD_CHUNK_LOGITS = 1 << 22  # 16 MB, near the cache: 2^21 to 2^23 take the same time within 8 %, more take longer
 
 
 def changed_logits(config: PreTrainedConfig) -> list[str]:
@@ -103,59 +107,92 @@ def load_policy(
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """log-softmax and entropy of chosen tokens from hidden states, over chunks of tokens.
+    """log-softmax and entropy of chosen tokens from hidden states, over chunks of the vocabulary.
 
-    Only [N] results are kept; the backward pass computes the logits of a chunk again. The logits are upcast to float32
-    (float64 stays), weight gradients are summed over chunks in that type too.
+    hidden [N, H], weight [V, H] and bias [V] or None, of any types; targets [N] int64. Products are made in `dtype`;
+    logits, sums over chunks and results are float32 (float64 where `dtype` is), gradients have the types of their
+    inputs. At most `chunk_logits` logits exist at one time, or N. The backward pass computes them again from what the
+    forward keeps, [N] each. Chunks are of the vocabulary, not of the tokens, so that each row of the weight is read,
+    and its gradient written, once.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, chunk_tokens, with_entropy):
-        precise = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs = hidden.new_empty(len(targets), dtype=precise)  # [N]
-        entropy = torch.zeros_like(logprobs)  # [N]
-        for start in range(0, len(targets), chunk_tokens):
-            rows = slice(start, start + chunk_tokens)
-            logits = F.linear(hidden[rows], weight, bias).to(precise).div_(temperature)  # [n, V]
+    def forward(ctx, hidden, weight, bias, targets, temperature, dtype, chunk_logits, with_entropy):
+        inputs = hidden.to(dtype)
+        parts = []  # of each chunk: logsumexp and entropy of its own softmax, [N] each
+        chosen = hidden.new_zeros(len(targets), dtype=torch.promote_types(dtype, torch.float32))  # [N]
+        for chunk in _vocabulary_chunks(weight, targets, chunk_logits):
+            logits = _chunk_logits(inputs, weight, bias, chunk, temperature)  # [N, c]
+            inside, index = _places_in(chunk, targets)
+            chosen = torch.where(inside, logits.gather(1, index[:, None])[:, 0], chosen)
             # float32 log_softmax on CPU is off by 5e-6 on average at a vocabulary of 150,000; logsumexp is not
             log_z = logits.logsumexp(1)
-            logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - log_z
             if with_entropy:
                 logits -= log_z[:, None]
-                entropy[rows] = -(logits.exp() * logits).sum(1)
-        ctx.save_for_backward(hidden, weight, bias, targets, entropy)
+                parts.append((log_z, -torch.linalg.vecdot(logits.exp(), logits)))
+            else:
+                parts.append((log_z, log_z))
+        log_zs, entropies = map(torch.stack, zip(*parts))  # [chunks, N]
+        log_z = log_zs.logsumexp(0)
+        entropy = torch.zeros_like(log_z)
+        if with_entropy:  # that of which chunk, and the mean of those within
+            log_shares = log_zs - log_z
+            entropy = (log_shares.exp() * (entropies - log_shares)).sum(0)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_z, entropy)
         ctx.set_materialize_grads(False)  # an entropy without a bonus costs nothing in the backward pass
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
-        return logprobs, entropy
+        ctx.settings = temperature, dtype, chunk_logits
+        return chosen - log_z, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
-        hidden, weight, bias, targets, entropy = ctx.saved_tensors
-        precise = entropy.dtype
-        if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(entropy)  # [N]
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=precise)
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=precise)
-        for start in range(0, len(targets), ctx.chunk_tokens):
-            rows = slice(start, start + ctx.chunk_tokens)
-            logits = F.linear(hidden[rows], weight, bias).to(precise).div_(ctx.temperature)  # [n, V]
+        hidden, weight, bias, targets, log_z, entropy = ctx.saved_tensors
+        temperature, dtype, chunk_logits = ctx.settings
+        wanted = ctx.needs_input_grad[:3]
+        grad_hidden = torch.zeros_like(hidden, dtype=log_z.dtype) if wanted[0] else None
+        grad_weight = torch.empty_like(weight) if wanted[1] else None
+        grad_bias = torch.empty_like(bias) if wanted[2] else None
+        inputs = hidden.to(dtype)
+        # with respect to logits / temperature, which the chain rule divides once more
+        by_logprob = torch.zeros_like(log_z) if grad_logprobs is None else grad_logprobs / temperature  # [N]
+        by_entropy = None if grad_entropy is None else grad_entropy / temperature  # [N]
+        for chunk in _vocabulary_chunks(weight, targets, chunk_logits):
+            logprobs = _chunk_logits(inputs, weight, bias, chunk, temperature).sub_(log_z[:, None])  # [N, c]
             # d logprob / d logits = onehot - p;  d entropy / d logits = -p * (log p + entropy)
-            if grad_entropy is None:
-                grad_logits = logits.softmax(1).mul_(-grad_logprobs[rows, None])
+            if by_entropy is None:
+                grad_logits = logprobs.exp_().mul_(-by_logprob[:, None])
             else:
-                all_logprobs = logits.log_softmax(1)
-                scale = grad_logprobs[rows, None] + grad_entropy[rows, None] * (all_logprobs + entropy[rows, None])
-                grad_logits = all_logprobs.exp_().mul_(-scale)
-            grad_logits.scatter_add_(1, targets[rows, None], grad_logprobs[rows, None])
-            grad_logits.div_(ctx.temperature)
+                scale = logprobs.mul(-by_entropy[:, None]).sub_((by_logprob + by_entropy * entropy)[:, None])
+                grad_logits = logprobs.exp_().mul_(scale)
+                del scale
+            inside, index = _places_in(chunk, targets)
+            grad_logits.scatter_add_(1, index[:, None], torch.where(inside, by_logprob, 0)[:, None])
             if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
-            grad_logits = grad_logits.to(hidden.dtype)
-            grad_hidden[rows] = grad_logits @ weight
-            grad_weight += grad_logits.T @ hidden[rows]
-        grad_bias = None if bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None
+                grad_bias[chunk] = grad_logits.sum(0)
+            grad_logits = grad_logits.to(dtype)
+            if grad_hidden is not None:
+                grad_hidden += grad_logits @ weight[chunk].to(dtype)
+            if grad_weight is not None:
+                grad_weight[chunk] = grad_logits.T @ inputs
+        grad_hidden = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _vocabulary_chunks(weight: Tensor, targets: Tensor, chunk_logits: int) -> list[slice]:
+    size = max(1, chunk_logits // max(len(targets), 1))
+    return [slice(start, min(start + size, len(weight))) for start in range(0, len(weight), size)]
+
+
+def _chunk_logits(inputs: Tensor, weight: Tensor, bias: Tensor | None, chunk: slice, temperature: float) -> Tensor:
+    """Return the logits [N, c] of a chunk of the vocabulary, divided by the temperature, float32 or wider."""
+    logits = F.linear(inputs, weight[chunk].to(inputs.dtype), None if bias is None else bias[chunk].to(inputs.dtype))
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)
+
+
+def _places_in(chunk: slice, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return bool [N], which targets lie in the chunk, and [N] their places in it (any place for the others)."""
+    index = targets - chunk.start
+    last = chunk.stop - chunk.start - 1
+    return (index >= 0) & (index <= last), index.clamp(0, last)
 
 
 class Policy(nn.Module):
@@ -165,11 +202,28 @@ class Policy(nn.Module):
     on forward (DDP, DeepSpeed) work when they wrap this module.
     """
 
-    def __init__(self, model: PreTrainedModel, head_chunk_tokens: int = 1024) -> None:
-        """head_chunk_tokens: tokens whose logits exist at one time; head_chunk_tokens x V x 4 bytes in float32."""
+    def __init__(
+        self, model: PreTrainedModel, *, packed: bool = False, head_chunk_logits: int | None = None
+    ) -> None:
+        """packed: forward rows without padding, and what they begin with in common once (see `sapo/packing.py`).
+
+        It gives the model another attention, for good. head_chunk_logits: logits that exist at one time, 4 bytes each;
+        None: `HEAD_CHUNK_LOGITS` on a CPU and 16 times as many elsewhere.
+        """
         super().__init__()
         self.model = model
-        self.head_chunk_tokens = head_chunk_tokens
+        self.packed = packed
+        self.head_chunk_logits = head_chunk_logits
+        if packed:
+            use_packed_attention(model)
+
+    @property
+    def attention_cost(self) -> float:
+        """Cost of attention for a row of L tokens over that of the other layers, divided by L.
+
+        A dense layer has about 12 H^2 weights, 2 FLOPs each; attention over L / 2 keys on average costs 2 H L FLOPs.
+        """
+        return 1 / (12 * self.model.config.get_text_config().hidden_size)
 
     def forward(
         self, input_ids: Tensor, loss_mask: Tensor, temperature: float = 1.0, with_entropy: bool = False
@@ -181,16 +235,32 @@ class Policy(nn.Module):
         drawn from, all 0 unless `with_entropy`. float32, or float64 for a float64 model. No attention mask is needed:
         attention is causal and all padding is on the right, so positions count real tokens.
         """
-        hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, H]
         index = loss_mask.flatten().nonzero()[:, 0]  # [N] places of the sampled tokens in [B * T]
-        hidden = hidden.flatten(0, 1).index_select(0, index - 1)  # [N, H] a token is predicted from the place before it
+        if self.packed:
+            layout = pack_rows(input_ids, loss_mask)
+            hidden = self.model.base_model(
+                input_ids=input_ids.flatten()[layout.tokens][None],
+                position_ids=layout.positions[None],
+                use_cache=False,
+                packed_rows=layout.rows,
+            ).last_hidden_state[0]  # [tokens, H]
+            before = layout.before  # [N]
+        else:
+            hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state.flatten(0, 1)
+            before = index - 1  # [N] a token is predicted from the place before it
+        hidden = hidden.index_select(0, before)  # [N, H]
         head = self.model.get_output_embeddings()
-        weight, bias = head.weight, getattr(head, "bias", None)
-        if torch.is_autocast_enabled(hidden.device.type):
-            dtype = torch.get_autocast_dtype(hidden.device.type)
-            hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        autocast = torch.is_autocast_enabled(hidden.device.type)
+        dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
         with torch.autocast(hidden.device.type, enabled=False):
             scored = TokenLogprobs.apply(
-                hidden, weight, bias, input_ids.flatten()[index], temperature, self.head_chunk_tokens, with_entropy
+                hidden,
+                head.weight,
+                getattr(head, "bias", None),
+                input_ids.flatten()[index],
+                temperature,
+                dtype,
+                self.head_chunk_logits or HEAD_CHUNK_LOGITS * (1 if hidden.device.type == "cpu" else 16),
+                with_entropy,
             )  # two of [N]
         return tuple(x.new_zeros(input_ids.numel()).index_copy(0, index, x).view_as(input_ids) for x in scored)

@@ -1,8 +1,8 @@
 """The text protocol between policy and retriever: prompt templates, tags, actions, observations.
 
 Prompt and observation texts are part of the method, and checkpoints are trained on them to the byte.
-Sources: `sapo` arXiv 2603.10069; `search_r1` github.com/PeterGriffinJin/Search-R1 (a14dc3a); `plain` is ours, short
-enough for a tiny model. Only strings live here: ids and masks are the business of `sapo/rollout.py`.
+Sources: `sapo` arXiv 2603.10069; `refine` github.com/syr-cn/AutoRefine (arXiv 2505.11277), from which `sapo` descends;
+`search_r1` github.com/PeterGriffinJin/Search-R1 (a14dc3a); `plain` is ours, short enough for a tiny model. Only strings live here: ids and masks are the business of `sapo/rollout.py`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ SAPO_TEMPLATE = (
     "Question: {question}\n"
 )
 
+REFINE_TEMPLATE = SAPO_TEMPLATE.replace(
+    "You may send multiple",
+    "After each search, you need to summarize and refine the existing documents in <refine> and </refine>. "
+    "You may send multiple",
+)
+
 SEARCH_R1_TEMPLATE = (
     "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get new "
     "information. After reasoning, if you find you lack some knowledge, you can call a search engine by "
@@ -47,7 +53,8 @@ class Protocol:
 
     template: the single user message; `{question}` is replaced. observation_tag: wraps retrieved documents.
     document: format of one passage, with `{i}` counted from 1, `{title}` and `{text}`. wrapper: what goes around the
-    joined, stripped documents. feedback: the observation of an invalid action.
+    joined, stripped documents. feedback: the observation of an invalid action. reasoning: the tags that a turn's text
+    stands in before its action, the one of later turns last (`format_score` in sapo/reward.py).
     """
 
     name: str
@@ -56,6 +63,7 @@ class Protocol:
     document: str = "Doc {i}(Title: {title}) {text}\n"
     wrapper: str = "\n\n<{tag}>{documents}</{tag}>\n\n"
     feedback: str = INVALID_FEEDBACK
+    reasoning: tuple[str, ...] = ("think",)
 
     def prompt(self, question: str) -> str:
         """Return the user message; the question is stripped and gets a final "?" when it lacks one.
@@ -96,6 +104,7 @@ class Protocol:
 
 PROTOCOLS = {
     "sapo": Protocol("sapo", SAPO_TEMPLATE, "documents"),
+    "refine": Protocol("refine", REFINE_TEMPLATE, "documents", reasoning=("think", "refine")),
     "search_r1": Protocol("search_r1", SEARCH_R1_TEMPLATE, "information"),
     "plain": Protocol(
         "plain",

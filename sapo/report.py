@@ -64,6 +64,23 @@ CHARTS = (
         ),
         (0, 1.1),
     ),
+    Chart(
+        "Good tokens by kind: ratio p01",
+        (
+            ("kind/positive_ratio_p01_think", "think"),
+            ("kind/positive_ratio_p01_query", "query"),
+            ("kind/positive_ratio_p01_tags", "tags"),
+        ),
+        (0, 1.1),
+    ),
+    Chart(
+        "Drift",
+        (
+            ("policy/positive_drift_frac", "good tokens below ratio 0.5"),
+            ("policy/underflow_frac", "underflowed responses"),
+        ),
+        (0, 0.05),
+    ),
     Chart("Clip fraction", (("policy/clip_frac", "clipped tokens"),), (0, 0.05)),
     Chart("Entropy (nats)", (("policy/entropy_nats", "per token"),), (0, 0.1)),
     Chart("Reward", (("reward/mean", "training"),), (0, 1)),
@@ -416,7 +433,7 @@ def _header(run: Run, name: str) -> str:
         facts.append(f"started {run.info['started']}")
     if run.info.get("commit"):
         facts.append(f"commit {str(run.info['commit'])[:12]}")
-    kind = status if status in ("finished", "interrupted", "running", "failed") else "unknown"
+    kind = status if status in ("finished", "interrupted", "running", "stopped", "failed") else "unknown"
     return (
         f'<header>\n<p class="kicker">SAPO · Search Agent Policy Optimization</p>\n'
         f'<h1>{safe(name)} <span class="status {kind}">{safe(status)}</span></h1>\n'
@@ -696,7 +713,7 @@ small { color: var(--soft); font-size: 12px; font-weight: 400; }
   background: #eceff2; color: #434a52; }
 .status.finished { background: #e2f3e9; color: var(--green); }
 .status.interrupted { background: #fdeedb; color: #8a5310; }
-.status.failed { background: #f8e0dd; color: var(--red); }
+.status.stopped, .status.failed { background: #f8e0dd; color: var(--red); }
 .status.running { background: #e3eefa; color: var(--blue); }
 .tiles { display: flex; flex-wrap: wrap; gap: 12px; margin-top: 18px; }
 .tiles div { border: 1px solid var(--line); border-radius: 8px; padding: 10px 16px; min-width: 170px; }

@@ -81,8 +81,9 @@ class Batch:
     """B trajectories as right-padded tensors; T is the longest trajectory, prompt included.
 
     input_ids [B, T] int64, padded with any id · lengths [B] int64, real tokens per row · loss_mask [B, T] float32,
-    1 = sampled by the policy · sampling_logprobs [B, T] float32 nats · advantages [B] float32, one per response ·
-    old_logprobs, ref_logprobs [B, T] float32 nats or None until the trainer has computed them.
+    1 = sampled by the policy · sampling_logprobs [B, T] float32 nats · turn [B, T] int8, from 1, 0 = not sampled · kind
+    [B, T] int8, of `sapo.diagnostics.KINDS` · advantages [B] float32, one per response · old_logprobs, ref_logprobs [B, T]
+    float32 nats or None until the trainer has computed them.
     Every [B, T] entry belongs to the token at the same place; entry 0 is never sampled.
     """
 
@@ -90,6 +91,8 @@ class Batch:
     lengths: torch.Tensor
     loss_mask: torch.Tensor
     sampling_logprobs: torch.Tensor
+    turn: torch.Tensor
+    kind: torch.Tensor
     advantages: torch.Tensor
     old_logprobs: torch.Tensor | None = field(default=None)
     ref_logprobs: torch.Tensor | None = field(default=None)

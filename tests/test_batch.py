@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sapo.batch import dummy_batch, make_batch, minibatch_rows, pack, plan_step
+from sapo.batch import Rows, arrange, dummy_batch, make_batch, minibatch_rows, plan_step
 from sapo.loss import Counts
 from sapo.types import Question, Trajectory
 
@@ -79,13 +79,74 @@ def test_trajectories_that_are_not_of_the_step_are_refused():
         minibatch_rows([trajectory("a", 2, [1], [2])], ["a", "b"], 2, 2)
 
 
-@given(st.lists(st.integers(1, 40)), st.integers(1, 100), st.integers(1, 5))
-def test_packing_keeps_every_row_once_and_both_budgets(lengths, max_tokens, max_rows):
-    packed = pack(lengths, max_tokens, max_rows)
-    assert sorted(row for rows in packed for row in rows) == list(range(len(lengths)))
-    for rows in packed:
-        assert len(rows) <= max_rows
-        assert len(rows) == 1 or len(rows) * max(lengths[row] for row in rows) <= max_tokens
+def cost(lengths, shared, attention_cost, places):
+    """a*L + b*L^2 of a micro-batch, by hand; padded rows are as long as the first."""
+    if shared is None:
+        return len(places) * (lengths[places[0]] + attention_cost * lengths[places[0]] ** 2)
+    known = [0] + [shared[place] for place in places[1:]]
+    return sum(
+        lengths[place] - n + attention_cost * (lengths[place] ** 2 - n**2) for place, n in zip(places, known)
+    )
+
+
+def forwarded_tokens(lengths, shared, places):
+    return cost(lengths, shared, 0.0, places)
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 100), st.integers(1, 5), st.booleans(),
+    st.data(),
+)
+def test_cutting_keeps_order_and_both_budgets(lengths, max_tokens, max_rows, packed, data):
+    if packed:
+        shared = [0] + [data.draw(st.integers(0, min(pair))) for pair in zip(lengths, lengths[1:])]
+    else:
+        lengths, shared = sorted(lengths, reverse=True), None
+    rows = Rows(list(range(len(lengths))), lengths, shared, 0.01)
+    cut = rows.cut(max_tokens, max_rows)
+    assert [place for places in cut for place in places] == list(range(len(lengths)))
+    for places in cut:
+        assert len(places) <= max_rows
+        assert len(places) == 1 or forwarded_tokens(lengths, shared, places) <= max_tokens
+    for before, after in zip(cut, cut[1:]):  # the next row would not have fitted
+        assert len(before) == max_rows or forwarded_tokens(lengths, shared, [*before, after[0]]) > max_tokens
+
+    even = rows.cut_evenly(len(cut), max_tokens, max_rows)
+    assert [place for places in even for place in places] == list(range(len(lengths))) and len(even) <= len(cut)
+    worst = max(cost(lengths, shared, 0.01, places) for places in even)
+    assert worst <= max(cost(lengths, shared, 0.01, places) for places in cut) * (1 + 1e-9)
+
+
+def test_even_cuts_are_the_best_there_are():
+    """Six rows in three parts: all ten ways to cut them, tried."""
+    lengths, attention_cost = [9, 7, 6, 3, 2, 2], 0.1
+    rows = Rows(list(range(6)), lengths, [0] * 6, attention_cost)
+    splits = [[list(range(a)), list(range(a, b)), list(range(b, 6))] for a in range(1, 5) for b in range(a + 1, 6)]
+    best = min(max(cost(lengths, [0] * 6, attention_cost, part) for part in split) for split in splits)
+    even = rows.cut_evenly(3, max_tokens=100, max_rows=6)
+    assert max(cost(lengths, [0] * 6, attention_cost, part) for part in even) == pytest.approx(best)
+
+
+def test_padded_rows_go_by_length_and_packed_ones_by_their_beginnings():
+    prompts = [list(range(1, 50)), [7] * 40]
+    made = [
+        trajectory("a", 0, prompts[0], [60, 61, 62]), trajectory("b", 0, prompts[1], [60] * 20),
+        trajectory("a", 1, prompts[0], [60, 61, 63, 64], mask=[1, 1, 1, 0]), trajectory("b", 1, prompts[1], [61]),
+    ]  # fmt: skip
+    padded = arrange([0, 1, 2, 3], made, packed=False)
+    assert (padded.rows, padded.lengths, padded.shared) == ([1, 2, 0, 3], [60, 53, 52, 41], None)
+    packed = arrange([0, 1, 2, 3], made, packed=True)
+    assert packed.rows == [0, 2, 1, 3]
+    assert packed.lengths == [51, 51, 59, 40]  # tokens before the last sampled one
+    assert packed.shared == [0, 51, 0, 40]
+
+
+def test_ranks_cut_evenly_into_as_many_as_the_rank_that_needs_most():
+    everything = [trajectory(name, s, [1], [2] * n) for name, n in (("a", 9), ("b", 2)) for s in range(4)]
+    limits = dict(minibatch_responses=8, micro_batch_tokens=20, micro_batch_responses=8)
+    first, second = ranks_plan(everything, [1.0] * 8, ["a", "b"], 4, 2, **limits)
+    assert [batch.input_ids.shape for batch in first[0].micro_batches] == [(2, 10), (2, 10)]
+    assert [batch.input_ids.shape for batch in second[0].micro_batches] == [(2, 3), (2, 3)]  # one would have held them
 
 
 def ranks_plan(everything, advantages, questions, group_size, world_size, **limits):

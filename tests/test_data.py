@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from sapo.data import load_questions, step_questions
+from sapo.data import load_questions, spare_questions, step_questions
 from sapo.types import Question
 
 QUESTIONS = [Question(id=f"q:{n}", question=f"question {n}", golden_answers=("a",)) for n in range(10)]
@@ -146,6 +146,30 @@ def test_the_remainder_changes_from_epoch_to_epoch():
 def test_without_a_seed_the_order_is_that_of_the_files():
     assert step_questions(QUESTIONS, 2, 3, seed=None) == QUESTIONS[3:6]
     assert step_questions(QUESTIONS, 4, 3, seed=None) == QUESTIONS[0:3]
+
+
+def test_spare_questions_are_all_that_the_step_does_not_draw():
+    for step in range(1, 8):
+        drawn = [q.id for q in step_questions(QUESTIONS, step, 3, seed=7)]
+        spare = [q.id for q in spare_questions(QUESTIONS, step, 3, seed=7)]
+        assert len(spare) == 7 and sorted(drawn + spare) == sorted(q.id for q in QUESTIONS)
+    assert list(spare_questions(QUESTIONS, 1, 10, seed=7)) == []
+
+
+def test_the_order_of_spare_questions_depends_on_step_and_seed_alone():
+    def spare(step, seed):
+        return [q.id for q in spare_questions(QUESTIONS, step, 1, seed)]
+
+    first = [spare(step, 1) for step in (1, 2, 3)]
+    assert [spare(step, 1) for step in (3, 2, 1)] == first[::-1]
+    drawn = {q.id for step in (1, 2) for seed in (1, 2) for q in step_questions(QUESTIONS, step, 1, seed)}
+    never_drawn = [tuple(n for n in spare(step, seed) if n not in drawn) for step in (1, 2) for seed in (1, 2)]
+    assert len(set(never_drawn)) == 4
+
+
+def test_without_a_seed_spare_questions_are_the_next_of_the_files():
+    assert list(spare_questions(QUESTIONS, 2, 3, seed=None)) == QUESTIONS[6:] + QUESTIONS[:3]
+    assert list(spare_questions(QUESTIONS, 4, 3, seed=None)) == QUESTIONS[3:]
 
 
 def test_impossible_draws_are_refused():

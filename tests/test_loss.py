@@ -1,11 +1,12 @@
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from benchmarks.scalar_reference import reference_loss
-from sapo.loss import Counts, k3, policy_loss, token_objective
+from sapo.loss import Counts, k3, mismatch_weights, off_policy_rows, policy_loss, sapo
 
 REDUCTIONS = ("sequence_mean", "token_mean", "constant")
 GATES = ("equation", "listing")
@@ -48,17 +49,18 @@ def loss_and_gradient(logprobs, *args, **kwargs):
 @pytest.mark.parametrize("gamma,tau", [(0.1, 1.0), (0.3, 1.2), (0.0, 0.8)])
 def test_value_and_gradient_equal_a_scalar_loop(gate, reduction, gamma, tau):
     logprobs, old, advantages, mask, ref, entropy = ragged_minibatch()
-    settings = dict(clip_low=0.2, clip_high=0.28, gamma=gamma, tau=tau, gate=gate, reduction=reduction,
-                    constant_tokens=7, ref_kl_coef=0.01, entropy_coef=0.05)
+    parameters = dict(clip_low=0.2, clip_high=0.28, gamma=gamma, tau=tau, gate=gate)
+    settings = dict(reduction=reduction, constant_tokens=7, ref_kl_coef=0.01, entropy_coef=0.05)
     value, gradient = reference_loss(
-        logprobs.tolist(), old.tolist(), advantages.tolist(), mask.tolist(),
+        logprobs.tolist(), old.tolist(), advantages.tolist(), mask.tolist(), name="sapo", parameters=parameters,
         ref_logprobs=ref.tolist(), entropy=entropy.tolist(), **settings,
     )
     off = mask == 0  # what stands outside the mask must not matter
     for tensor, garbage in ((logprobs, math.nan), (old, math.inf), (ref, math.nan), (entropy, -math.inf)):
         tensor[off] = garbage
     out, grad = loss_and_gradient(
-        logprobs, old, advantages, mask, counts_of(mask, advantages), ref_logprobs=ref, entropy=entropy, **settings
+        logprobs, old, advantages, mask, counts_of(mask, advantages), objective=partial(sapo, **parameters),
+        ref_logprobs=ref, entropy=entropy, **settings,
     )
     gradient = torch.tensor(gradient, dtype=torch.float64)
     assert abs(out.loss.item() - value) <= 1e-9 * max(1, abs(value))
@@ -66,26 +68,11 @@ def test_value_and_gradient_equal_a_scalar_loop(gate, reduction, gamma, tau):
     assert grad[mask == 0].eq(0).all()
 
 
-def test_the_reference_gradient_is_the_slope_of_the_reference_value():
-    logprobs, old, advantages, mask, *_ = [x.tolist() for x in ragged_minibatch()]
-    settings = dict(clip_low=0.2, clip_high=0.2, gamma=0.1, tau=0.9, gate="equation", reduction="sequence_mean")
-    _, gradient = reference_loss(logprobs, old, advantages, mask, **settings)
-    for i, t in ((1, 1), (4, 8), (0, 8)):
-        values = []
-        for step in (1e-6, -1e-6):
-            moved = [list(row) for row in logprobs]
-            moved[i][t] += step
-            small = [[0.0 if abs(a - b) > 5 else on for a, b, on in zip(*rows)] for rows in zip(logprobs, old, mask)]
-            values.append(reference_loss(moved, old, advantages, small, **settings)[0])
-        _, gradient = reference_loss(logprobs, old, advantages, small, **settings)
-        assert (values[0] - values[1]) / 2e-6 == pytest.approx(gradient[i][t], abs=1e-8)
-
-
 def test_one_drifted_token_by_hand():
     # A = 2, ratio 1/2: -(0.5 * 2 + 0.1 * ln 0.5) and slope -(0.5 * 2 + 0.1)
     out, grad = loss_and_gradient(
         torch.tensor([[math.log(0.25)]], dtype=torch.float64), torch.tensor([[math.log(0.5)]], dtype=torch.float64),
-        torch.tensor([2.0]), torch.ones(1, 1), Counts(1, 1, 1), gamma=0.1, tau=1.0,
+        torch.tensor([2.0]), torch.ones(1, 1), Counts(1, 1, 1), objective=partial(sapo, gamma=0.1, tau=1.0),
     )
     assert out.loss.item() == pytest.approx(-0.93068528194400547, abs=1e-15)
     assert out.terms["loss/policy"].item() == pytest.approx(-1.0, abs=1e-15)
@@ -97,7 +84,7 @@ def test_one_drifted_token_by_hand():
 def test_the_penalty_keeps_its_slope_where_the_surrogate_vanishes(log_ratio):
     def slope(gamma):
         args = torch.zeros(1, 1), torch.tensor([1.0]), torch.ones(1, 1), Counts(1, 1, 1)
-        return loss_and_gradient(torch.full((1, 1), log_ratio), *args, gamma=gamma)[1].item()
+        return loss_and_gradient(torch.full((1, 1), log_ratio), *args, objective=partial(sapo, gamma=gamma))[1].item()
 
     assert slope(0.1) - slope(0.0) == pytest.approx(-0.1, abs=1e-7)
     assert slope(0.0) == pytest.approx(-math.exp(log_ratio), rel=1e-5, abs=1e-40)  # the ratio itself has no floor
@@ -107,10 +94,13 @@ def test_the_penalty_keeps_its_slope_where_the_surrogate_vanishes(log_ratio):
 def test_at_ratio_one_the_equation_gate_gives_exactly_the_gradient_of_grpo(reduction):
     _, old, advantages, mask, *_ = ragged_minibatch(torch.float32)
     args = old, old, advantages, mask, counts_of(mask, advantages)
-    grpo = loss_and_gradient(*args, gamma=0.0, reduction=reduction, constant_tokens=7)[1]
-    sapo = loss_and_gradient(*args, gamma=0.1, reduction=reduction, constant_tokens=7)[1]
-    listing = loss_and_gradient(*args, gamma=0.1, gate="listing", reduction=reduction, constant_tokens=7)[1]
-    assert torch.equal(sapo, grpo)
+
+    def gradient(**parameters):
+        objective = partial(sapo, **parameters)
+        return loss_and_gradient(*args, objective=objective, reduction=reduction, constant_tokens=7)[1]
+
+    grpo, listing = gradient(gamma=0.0), gradient(gamma=0.1, gate="listing")
+    assert torch.equal(gradient(gamma=0.1), grpo)
     nonneg = (advantages >= 0)[:, None] & mask.bool()
     torch.testing.assert_close(listing - grpo, -0.1 / nonneg.sum() * nonneg, rtol=0, atol=1e-7)
 
@@ -119,7 +109,8 @@ def test_gates_at_their_edges():
     # ratio below, at and above tau, for A > 0, A = 0, A < 0
     log_ratio = torch.tensor([[-0.1, 0.0, 0.1]]).expand(3, 3)
     advantages = torch.tensor([[1.0], [0.0], [-1.0]])
-    gates = {g: token_objective(log_ratio, torch.zeros(3, 3), advantages, gate=g).gate.tolist() for g in GATES}
+    args = log_ratio, torch.zeros(3, 3), advantages, torch.ones(3, 3)
+    gates = {g: sapo(*args, gate=g).gate.tolist() for g in GATES}
     assert gates["equation"] == [[True, False, False], [False] * 3, [False] * 3]
     assert gates["listing"] == [[True, True, False], [True, True, False], [False] * 3]
 
@@ -127,7 +118,8 @@ def test_gates_at_their_edges():
 @pytest.mark.parametrize("gate,reduction", GATES_AND_REDUCTIONS)
 def test_shares_of_micro_batches_add_up(gate, reduction):
     logprobs, old, advantages, mask, ref, entropy = ragged_minibatch()
-    settings = dict(gate=gate, reduction=reduction, constant_tokens=7, ref_kl_coef=0.01, entropy_coef=0.05)
+    settings = dict(objective=partial(sapo, gate=gate), reduction=reduction, constant_tokens=7, ref_kl_coef=0.01,
+                    entropy_coef=0.05)
     counts = counts_of(mask, advantages)
     whole, gradient = loss_and_gradient(
         logprobs, old, advantages, mask, counts, ref_logprobs=ref, entropy=entropy, **settings
@@ -149,7 +141,7 @@ def test_shares_of_micro_batches_add_up(gate, reduction):
 @pytest.mark.parametrize("gate,reduction", GATES_AND_REDUCTIONS)
 def test_empty_and_all_negative_micro_batches_are_finite(gate, reduction):
     logprobs, old, advantages, mask, *_ = ragged_minibatch(torch.float32)
-    settings = dict(gate=gate, reduction=reduction, constant_tokens=7)
+    settings = dict(objective=partial(sapo, gate=gate), reduction=reduction, constant_tokens=7)
     out, grad = loss_and_gradient(logprobs, old, advantages, mask * 0, Counts(0, 0, 0), **settings)
     assert out.loss.item() == 0 and grad.eq(0).all() and out.log_ratio.shape == (0,)
     negative = -advantages.abs() - 0.1
@@ -166,7 +158,7 @@ def test_empty_and_all_negative_micro_batches_are_finite(gate, reduction):
 def test_float32_survives_extreme_log_ratios(log_ratio, advantage, gate):
     out, grad = loss_and_gradient(
         torch.full((1, 1), log_ratio), torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1), Counts(1, 1, 1),
-        gate=gate, ref_logprobs=torch.zeros(1, 1), ref_kl_coef=0.001,
+        objective=partial(sapo, gate=gate), ref_logprobs=torch.zeros(1, 1), ref_kl_coef=0.001,
     )
     assert out.loss.isfinite() and grad.isfinite().all()
     assert all(value.isfinite() for value in out.token_sums.values())
@@ -181,28 +173,74 @@ def test_k3_is_zero_at_equality_and_never_nan():
 
 
 def test_token_sums_by_hand():
-    ratios = torch.tensor([[0.5, 1.5, 9.0], [0.5, 1.0, 9.0]])
+    ratios = torch.tensor([[0.5, 1.5, 9.0], [0.5, 0.7, 9.0]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 0]])
     out = policy_loss(
         ratios.log(), torch.zeros(2, 3), torch.tensor([1.0, -1.0]), mask, Counts(2, 4, 2),
         ref_logprobs=ratios.log() + math.log(2), entropy=torch.full((2, 3), 0.25),
     )
     assert {name: value.item() for name, value in out.token_sums.items()} == pytest.approx({
-        "policy/ratio_mean": 3.5,
-        "policy/clip_frac": 2,  # 1.5 with A = 1 and 0.5 with A = -1
+        "policy/ratio_mean": 3.2,
+        "policy/clip_frac": 3,  # 1.5 with A = 1, 0.5 and 0.7 with A = -1
+        "policy/clip_low_frac": 2,
+        "policy/clip_high_frac": 1,
         "policy/gate_frac": 1,  # 0.5 with A = 1
-        "policy/approx_kl": 3.5 - 4 - math.log(0.5 * 1.5 * 0.5),
+        "policy/approx_kl": 3.2 - 4 - math.log(0.5 * 1.5 * 0.5 * 0.7),
         "policy/ref_kl": 4 * (1 - math.log(2)),
         "policy/entropy_nats": 1.0,
     }, rel=1e-6)
-    assert out.log_ratio.exp().tolist() == pytest.approx([0.5, 1.5, 0.5, 1.0])
+    assert out.log_ratio.exp().tolist() == pytest.approx([0.5, 1.5, 0.5, 0.7])
     assert out.positive.tolist() == [True, True, False, False]
+
+
+def test_mismatch_weights_at_their_cap():
+    # trainer over engine: 1/4, 1, 2, 3, 4 and one that overflows
+    rho = torch.tensor([[0.25, 1.0, 2.0, 3.0, 4.0, math.exp(19)]])
+    args = rho.log().double() + torch.tensor([[0, 0, 0, 0, 0, 200.0]]), torch.zeros(1, 6)
+    assert mismatch_weights(*args, "tis", 2.0).tolist()[0] == pytest.approx([0.25, 1, 2, 2, 2, 2], rel=1e-6)
+    assert mismatch_weights(*args, "mis", 3.5).tolist()[0] == pytest.approx([0.25, 1, 2, 3, 0, 0], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mismatch", "loss", "weights"),
+    [
+        ("none", -(1 + 0.36787944117144233 - 0.5) / 2, None),
+        ("tis", -(0.5 * 1 + 2 * (0.36787944117144233 - 0.5)) / 2, 2.5),
+        ("mis", -(0.5 * 1 + 0 * (0.36787944117144233 - 0.5)) / 2, 0.5),
+    ],
+)
+def test_a_mismatch_weighs_surrogate_and_penalty_but_no_count(mismatch, loss, weights):
+    # ratios 1 and 1/e, A = 1, gamma = 0.5: objectives 1 and 1/e - 0.5; trainer over engine 1/2 and 3
+    out = policy_loss(
+        torch.tensor([[0.0, -1.0]], dtype=torch.float64), torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2),
+        Counts(1, 2, 2), objective=partial(sapo, gamma=0.5), mismatch=mismatch, mismatch_cap=2.0,
+        sampling_logprobs=torch.tensor([[math.log(2.0), -math.log(3.0)]], dtype=torch.float64),
+    )  # fmt: skip
+    assert out.loss.item() == pytest.approx(loss, abs=1e-12)
+    found = out.token_sums.get("policy/mismatch_weight_mean")
+    assert (None if found is None else found.item()) == (None if weights is None else pytest.approx(weights, abs=1e-12))
+
+
+def test_off_policy_rows_are_the_bad_responses_that_drifted_down():
+    # mean drifts of 0.5, 0.5, 0.3 and 0 nats down; the second row's third token is not sampled
+    log_ratio = torch.tensor([[-1.0, 0.0, -0.5], [-0.5, -0.5, 0.0], [-0.3, -0.3, -0.3], [0.0, 0.0, 0.0]])
+    mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
+    advantages = torch.tensor([[1.0], [-1.0], [-1.0], [-1.0]])
+    assert off_policy_rows(log_ratio, advantages, mask, 0.4).tolist() == [[False], [True], [False], [False]]
+    assert off_policy_rows(log_ratio, advantages, mask, 0.2).tolist() == [[False], [True], [True], [False]]
+    out = policy_loss(
+        log_ratio, torch.zeros(4, 3), advantages[:, 0], mask, Counts(3, 8, 3), off_policy_delta=0.4,
+        objective=partial(sapo, clip_low=0.9, gamma=0.0), reduction="token_mean",
+    )  # fmt: skip
+    assert out.token_sums["policy/off_policy_frac"].item() == 2
+    kept = 0.36787944117144233 + 1 + 0.60653065971263342 - 3 * 0.74081822068171786
+    assert out.loss.item() == pytest.approx(-kept / 8, abs=1e-6)
 
 
 def test_wrong_settings_are_refused():
     args = torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1), torch.ones(1, 1), Counts(1, 1, 1)
     with pytest.raises(ValueError, match="unknown gate 'eq'"):
-        policy_loss(*args, gate="eq")
+        policy_loss(*args, objective=partial(sapo, gate="eq"))
     with pytest.raises(ValueError, match="unknown reduction 'mean'"):
         policy_loss(*args, reduction="mean")
     with pytest.raises(ValueError, match="constant_tokens"):
@@ -211,3 +249,7 @@ def test_wrong_settings_are_refused():
         policy_loss(*args, ref_kl_coef=0.1)
     with pytest.raises(ValueError, match="entropy"):
         policy_loss(*args, entropy_coef=0.1)
+    with pytest.raises(ValueError, match="mismatch 'tis' needs mismatch_cap, and sampling_logprobs"):
+        policy_loss(*args, mismatch="tis", mismatch_cap=2.0)
+    with pytest.raises(ValueError, match="unknown mismatch 'TIS'"):
+        policy_loss(*args, mismatch="TIS", mismatch_cap=2.0, sampling_logprobs=torch.zeros(1, 1))

@@ -4,51 +4,27 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
-import torch
+import yaml
 
 from sapo import metrics
 from sapo.metrics import (
     MetricsLogger,
+    code_files,
     console_line,
+    dashboard_panels,
     finalise,
     format_duration,
     read_metrics,
     rollout_metrics,
-    token_quantile,
 )
 from sapo.types import Question, Trajectory, Turn
 
 LONG_ROW = {f"name/{i}": i / 7 for i in range(300)}  # about 10 kB: a kill can fall inside its write
-
-
-@pytest.mark.parametrize(
-    ("values", "q", "expected"),
-    [
-        ([3.0, 1.0, 2.0, 4.0], 0.0, 1.0),
-        ([3.0, 1.0, 2.0, 4.0], 0.25, 1.0),
-        ([3.0, 1.0, 2.0, 4.0], 0.26, 2.0),
-        ([3.0, 1.0, 2.0, 4.0], 0.5, 2.0),
-        ([3.0, 1.0, 2.0, 4.0], 1.0, 4.0),
-        ([7.0], 0.01, 7.0),
-        (list(range(1, 201)), 0.01, 2.0),
-        (list(range(1, 202)), 0.01, 3.0),
-    ],
-)
-def test_token_quantile_is_one_of_the_values(values: list[float], q: float, expected: float) -> None:
-    assert token_quantile(values, q) == expected
-    assert token_quantile(torch.tensor(values, dtype=torch.float32), q) == expected
-
-
-def test_token_quantile_of_nothing_and_of_too_many_for_torch_quantile() -> None:
-    assert math.isnan(token_quantile([], 0.01))
-    many = torch.arange(17_000_000, dtype=torch.float32)
-    assert token_quantile(many, 0.5) == 8_499_999.0
-    with pytest.raises(ValueError, match="0 <= q <= 1, got 1"):
-        token_quantile([1.0], 1.01)
 
 
 def test_rollout_metrics_of_two_hand_written_groups() -> None:
@@ -120,7 +96,31 @@ def test_resume_drops_later_rows_and_a_torn_line(tmp_path: Path) -> None:
         assert path.read_bytes() == b'{"step": 1, "a": 1}\n{"step": 2, "a": 2}\n'
         log.log(3, {"a": 33})
     assert path.read_bytes() == b'{"step": 1, "a": 1}\n{"step": 2, "a": 2}\n{"step": 3, "a": 33}\n'
-    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "updates.jsonl"]
+
+
+def test_updates_have_a_file_of_their_own_that_resumes_with_the_steps(tmp_path: Path) -> None:
+    log = MetricsLogger(tmp_path, 4, stream=io.StringIO())
+    log.log(1, {"a": 1.0}, [{"b": 0.5}, {"b": math.nan}])
+    log.log(2, {"a": 2.0}, [{"b": 2.5}])
+    log.close()
+    path = tmp_path / "updates.jsonl"
+    first = b'{"step": 1, "update": 1, "b": 0.5}\n{"step": 1, "update": 2, "b": null}\n'
+    assert path.read_bytes() == first + b'{"step": 2, "update": 1, "b": 2.5}\n'
+    MetricsLogger(tmp_path, 4, resume_step=1, stream=io.StringIO()).close()
+    assert path.read_bytes() == first
+
+
+def test_a_rewound_log_keeps_the_rows_undone_elsewhere(tmp_path: Path) -> None:
+    with MetricsLogger(tmp_path, 4, stream=io.StringIO()) as log:
+        for step in (1, 2, 3):
+            log.log(step, {"a": step}, [{"b": step}])
+        log.rewind(1, tmp_path / "undone")
+        log.log(2, {"a": 20}, [{"b": 20}])
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "a": 1}, {"step": 2, "a": 20}]
+    assert read_metrics(tmp_path / "undone" / "metrics.jsonl") == [{"step": 2, "a": 2}, {"step": 3, "a": 3}]
+    assert read_metrics(tmp_path / "updates.jsonl")[-1] == {"step": 2, "update": 1, "b": 20}
+    assert [row["b"] for row in read_metrics(tmp_path / "undone" / "updates.jsonl")] == [2, 3]
 
 
 def test_a_new_run_never_continues_or_overwrites_an_old_log(tmp_path: Path) -> None:
@@ -229,14 +229,36 @@ def test_live_line_on_a_terminal_is_redrawn_and_fits(tmp_path: Path, monkeypatch
 def test_wandb_offline_needs_no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     options = {"mode": "offline", "project": "p", "entity": None, "group": None}
-    with MetricsLogger(tmp_path, 2, wandb=options, config={"seed": 0}, stream=io.StringIO()) as log:
-        log.log(1, {"reward/em": 0.5, "optim/grad_norm": math.nan})
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    table = [{"id": "q1", "em": 1, "turns": [{"text": "<search>é</search>"}]}]
+    stream = io.StringIO()
+    with MetricsLogger(tmp_path, 2, wandb=options, config={"seed": 0}, stream=stream) as log:
+        for step in (1, 2):
+            log.log(step, {"reward/em": 0.5, "optim/grad_norm": math.nan}, [{"policy/clip_frac": 0.25}])
+            log.table(f"trajectories/step_{step}", step, table)
+    assert "warning" not in stream.getvalue()
     run_id = (tmp_path / "wandb_run_id").read_text()
     (file,) = tmp_path.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb")
+    wanted = [b"reward/em", b"update/clip_frac", b"trajectories/step_1", b"trajectories/step_2"]
+    wanted.append(b"code-" + run_id.encode())
     deadline = time.monotonic() + 20  # wandb's own process writes the file a moment later
-    while b"reward/em" not in file.read_bytes() and time.monotonic() < deadline:
+    while not all(name in file.read_bytes() for name in wanted) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert b"reward/em" in file.read_bytes()
+    assert [name for name in wanted if name not in file.read_bytes()] == []
+    assert len([*file.parent.glob("files/media/table/trajectories/*.table.json")]) == 2
+    # Going on later is the same run.
+    with MetricsLogger(tmp_path, 2, resume_step=1, wandb=options, stream=stream) as log:
+        log.log(2, {"reward/em": 0.5})
+    assert (tmp_path / "wandb_run_id").read_text() == run_id
+    assert len({*tmp_path.glob("wandb/*run-*/run-*.wandb")}) == 2
+    assert {path.name for path in tmp_path.glob("wandb/*run-*/run-*.wandb")} == {f"run-{run_id}.wandb"}
+
+
+def test_the_recorded_code_is_the_projects_own() -> None:
+    names = {str(path.relative_to(metrics.PROJECT)) for path in code_files()}
+    assert {"train.py", "sapo/loss.py", "sapo/engine/hf.py", "retriever/index.py", "configs/quickstart.yaml"} <= names
+    assert not [name for name in names if name.startswith((".", "runs", "models", "tests"))]
 
 
 def test_a_wandb_that_cannot_start_is_a_warning(
@@ -260,8 +282,16 @@ def test_a_wandb_that_breaks_later_is_a_warning_once(tmp_path: Path, monkeypatch
     class Broken:
         calls = 0
 
+        id = "abc"
+
         def define_metric(self, name: str, step_metric: str) -> None:
             pass
+
+        def log_artifact(self, artifact: object) -> None:
+            pass
+
+        def finish(self) -> None:
+            raise AssertionError("it is not asked again")
 
         def log(self, row: dict[str, float]) -> None:
             Broken.calls += 1
@@ -271,9 +301,36 @@ def test_a_wandb_that_breaks_later_is_a_warning_once(tmp_path: Path, monkeypatch
     stream = io.StringIO()
     with MetricsLogger(tmp_path, 2, wandb={"mode": "offline"}, stream=stream) as log:
         log.log(1, {})
-        log.log(2, {})
+        log.table("trajectories/step_1", 1, [{"a": 1}])
+        log.log(2, {}, [{"policy/clip_frac": 0.1}])
     assert Broken.calls == 1 and stream.getvalue().count("warning: wandb failed") == 1
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+
+
+def test_a_dashboard_has_a_panel_for_every_figure() -> None:
+    names = ["kind/ratio_p01_think", "kind/ratio_p01_query", "kind/ratio_p50_query", "update/ratio_p01", "reward/em"]
+    assert dashboard_panels([*names, "mine/own"]) == {
+        "reward": {"em": ["reward/em"]},
+        "kind": {
+            "ratio_p01": ["kind/ratio_p01_query", "kind/ratio_p01_think"],
+            "ratio_p50": ["kind/ratio_p50_query"],
+        },
+        "update": {"ratio": ["update/ratio_p01"]},
+    }
+
+
+def test_a_dashboard_that_cannot_be_made_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert metrics.main(["dashboard", str(tmp_path)]) == 1
+    assert "config.yaml" in capsys.readouterr().err
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"logging": {"wandb": {"project": "p", "entity": None}}}))
+    assert metrics.main(["dashboard", str(tmp_path)]) == 1
+    assert "no rows yet" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/em": 1}\n')
+    monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
+    assert metrics.main(["dashboard", str(tmp_path)]) == 1
+    assert "pip install wandb-workspaces" in capsys.readouterr().err
 
 
 def _log_forever(run_dir: Path) -> None:

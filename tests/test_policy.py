@@ -63,7 +63,7 @@ def test_values_and_gradients_equal_the_full_logits(make, tolerance, chunk, with
 
     expected = naive(model, ids, mask, 0.7)
     expected_gradients = gradients(*expected)
-    found = Policy(model, chunk)(ids, mask, 0.7, with_entropy)
+    found = Policy(model, head_chunk_logits=50 * chunk)(ids, mask, 0.7, with_entropy)
     torch.testing.assert_close(found[0].double(), expected[0].double(), rtol=0, atol=tolerance * 5)
     torch.testing.assert_close(
         found[1].double(), expected[1].double() if with_entropy else torch.zeros(4, 12, dtype=torch.float64),
@@ -86,7 +86,8 @@ def test_the_head_gradient_with_a_bias():
         return model.lm_head.weight.grad.clone(), model.lm_head.bias.grad.clone()
 
     expected = gradients(naive(model, ids, mask, 1.0)[0])
-    torch.testing.assert_close(gradients(Policy(model, 5)(ids, mask)[0]), expected, rtol=0, atol=1e-12)
+    found = gradients(Policy(model, head_chunk_logits=100)(ids, mask)[0])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -94,7 +95,7 @@ def test_old_logprobs_are_bit_equal_to_those_of_the_update(checkpointing):
     model, (ids, _, mask) = qwen(attention_dropout=0.0), ragged()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    policy = Policy(model, 4).train()
+    policy = Policy(model, head_chunk_logits=99).train()
     with torch.no_grad():
         old, _ = policy(ids, mask, with_entropy=True)
     new, _ = policy(ids, mask)
@@ -132,8 +133,8 @@ class LargestTensor(TorchDispatchMode):
 def test_no_more_logits_exist_than_a_chunk():
     vocabulary, (ids, _, _) = 5000, ragged()
     mask = torch.ones(4, 12)
-    mask[:, 0] = 0  # 44 tokens, 11 chunks
-    policy = Policy(qwen(vocabulary=vocabulary), head_chunk_tokens=4)
+    mask[:, 0] = 0  # 44 tokens, 1,250 chunks of 4 words
+    policy = Policy(qwen(vocabulary=vocabulary), head_chunk_logits=4 * 44)
     with LargestTensor() as largest:
         policy(ids, mask, 1.0, True)[0].sum().backward()
     assert largest.size == policy.model.lm_head.weight.numel() == 16 * vocabulary

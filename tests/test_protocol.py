@@ -12,6 +12,7 @@ from sapo.protocol import (
     special_token_pattern,
 )
 
+REFINE = PROTOCOLS["refine"]
 SAPO, SEARCH_R1, PLAIN = PROTOCOLS["sapo"], PROTOCOLS["search_r1"], PROTOCOLS["plain"]
 PASSAGES = [
     Passage("1", '"Paris"', "Capital of France.\nOn the Seine.", 2.0),
@@ -40,6 +41,20 @@ def test_search_r1_prompt_is_the_original_to_the_byte():
         "you can directly provide the answer inside <answer> and </answer>, without detailed illustrations. For "
         "example, <answer> Beijing </answer>. Question: who wrote {question}?\n"
     )
+
+
+def test_refine_prompt_is_autorefines_to_the_byte():
+    assert REFINE.prompt("who wrote Hamlet") == (
+        "You are a helpful assistant excel at answering questions with multi-turn search engine calling. To answer "
+        "questions, you must first reason through the available information using <think> and </think>. If you "
+        "identify missing knowledge, you may issue a search request using <search> query </search> at any time. The "
+        "retrieval system will provide you with the three most relevant documents enclosed in <documents> and "
+        "</documents>. After each search, you need to summarize and refine the existing documents in <refine> and "
+        "</refine>. You may send multiple search requests if needed. Once you have sufficient information, provide "
+        "a concise final answer using <answer> and </answer>. For example, <answer> Donald Trump </answer>. Question: "
+        "who wrote Hamlet?\n"
+    )
+    assert REFINE.observation(PASSAGES) == SAPO.observation(PASSAGES)
 
 
 def test_an_empty_question_is_an_error():

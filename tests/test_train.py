@@ -2,12 +2,16 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
+import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,10 +20,13 @@ from safetensors.torch import load_file
 
 import evaluate
 import train
+from sapo.baselines import llds
 from sapo.batch import plan_step
 from sapo.checkpoint import list_checkpoints
 from sapo.loss import policy_loss
-from sapo.rollout import rollout
+from sapo.metrics import SECTIONS
+from sapo.rollout import RolloutTimes, rollout
+from sapo.types import Question, Trajectory
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = [
@@ -42,6 +49,15 @@ def weights(run, step):
 
 def rows(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def run_two_processes(folder, *more):
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", "configs/accelerate_2cpu.yaml",
+        "--main_process_port", "0", "train.py", *arguments(folder, *more),
+    ]  # fmt: skip
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +86,27 @@ def test_a_run_leaves_everything_it_promises(whole):
         "time/rollout_s", "time/retrieval_s", "time/update_s", "memory/peak_bytes", "eval/heldout/em",
     ):  # fmt: skip
         assert name in last, name
-    documented = (ROOT / "docs" / "metrics.md").read_text()
-    for name in last:
-        general = "eval/<benchmark>/" + name.split("/")[-1].removesuffix("_sampled") if name.startswith("eval/") else name
-        assert name == "step" or f"`{general}`" in documented, f"docs/metrics.md does not define {name}"
+
+
+def test_docs_define_every_metric_and_no_other(whole):
+    documented = set(re.findall(r"`([a-z]+/(?!<figure>)[a-z0-9_<>/]+)`", (ROOT / "docs" / "metrics.md").read_text()))
+    written = {name for row in rows(whole) for name in row} - {"step"}
+    general = set()
+    for name in written:
+        section, figure = name.split("/")[0], name.split("/")[-1]
+        assert section in SECTIONS, f"{name}: its section is not in sapo.metrics.SECTIONS"
+        if section == "eval":
+            name = f"eval/<benchmark>/{figure.removesuffix('_sampled')}"
+        elif section in ("turn", "kind"):
+            name = re.sub("_[a-z0-9]+$", "_<n>" if section == "turn" else "_<kind>", name)
+        general.add(name)
+    assert general - documented == set()
+    optional = {"policy/ref_kl", "policy/mismatch_weight_mean", "policy/off_policy_frac", "group/resample_tries",
+                "group/replaced_questions"}  # fmt: skip
+    assert documented - general - optional == set()
+    update = json.loads((whole / "updates.jsonl").read_text().splitlines()[0])
+    assert {"update", "loss/policy", "policy/ratio_p50", "kind/ratio_mean_tags", "optim/grad_norm"} <= set(update)
+    assert update["policy/ratio_min"] == update["policy/ratio_p99"] == 1.0  # before the first update
 
 
 def test_training_changes_the_weights_and_the_engine_agrees_with_the_trainer(whole):
@@ -175,22 +208,21 @@ def test_ctrl_c_leaves_a_checkpoint_and_a_report(whole):
     assert (run / "checkpoints" / f"step_{done}" / "state.json").is_file() and (run / "report.html").is_file()
 
 
-def test_two_processes_train_as_one(whole):
-    """The same rollouts, losses and weights, through the launch command of `make quickstart-2`."""
-    folder = whole.parent
-    command = [
-        sys.executable, "-m", "accelerate.commands.launch", "--config_file", "configs/accelerate_2cpu.yaml",
-        "--main_process_port", "0", "train.py", *arguments(folder, "name=two", "optim.steps=2"),
-    ]  # fmt: skip
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)
-    assert json.loads((folder / "two" / "run.json").read_text())["world_size"] == 2
-    one, two = rows(whole), rows(folder / "two")
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_two_processes_train_as_one(whole, zero_stage):
+    """The same rollouts, losses and weights, through the launch command of `make quickstart-2`.
+
+    The ranks roll out different questions, so they make different numbers of forwards.
+    """
+    two_dir = whole.parent / f"two_{zero_stage}"
+    run_two_processes(whole.parent, f"name={two_dir.name}", "optim.steps=2", f"distributed.zero_stage={zero_stage}")
+    assert json.loads((two_dir / "run.json").read_text())["world_size"] == 2
+    one, two = rows(whole), rows(two_dir)
     for name in ("reward/mean", "rollout/searches", "eval/heldout/em"):
         assert [row.get(name) for row in two] == [row.get(name) for row in one[:3]], name
     for name in ("loss/policy", "loss/drift_penalty", "optim/grad_norm", "policy/ratio_p01", "policy/entropy_nats"):
         assert two[1][name] == pytest.approx(one[1][name], rel=1e-4, abs=1e-7), name
-    difference = sum((weights(whole, 2)[n] - w).double().square().sum() for n, w in weights(folder / "two", 2).items())
+    difference = sum((weights(whole, 2)[n] - w).double().square().sum() for n, w in weights(two_dir, 2).items())
     size = sum(w.double().square().sum() for w in weights(whole, 2).values())
     assert (difference / size).sqrt() < 1e-4
 
@@ -213,9 +245,8 @@ def test_each_response_is_trained_with_its_own_advantage_and_the_trainers_own_lo
         planned.extend(minibatches := plan_step(*args, **options))
         return minibatches
 
-    def score(reward_name, answer, golden_answers):
-        assert golden_answers
-        return {"f1": 1.0, "em": -2.0}[reward_name] * len(answer or "")  # unequal within every group that learns
+    def score(trajectory, reward_name, **options):
+        return {"f1": 1.0, "em": -2.0}[reward_name] * len(trajectory.answer or "")  # unequal in groups that learn
 
     planned = []
     monkeypatch.setattr(train, "reward", score)
@@ -229,12 +260,12 @@ def test_each_response_is_trained_with_its_own_advantage_and_the_trainers_own_lo
 
     groups: dict[str, list[float]] = {}
     for t in rolled:
-        groups.setdefault(t.question.id, []).append(score(name, t.answer, t.question.golden_answers))
+        groups.setdefault(t.question.id, []).append(score(t, name))
     assert any(len(set(rewards)) > 1 for rewards in groups.values()), "no group teaches anything: use another seed"
     expected = {}
     for t in rolled:
         rewards = groups[t.question.id]
-        own = score(name, t.answer, t.question.golden_answers)
+        own = score(t, name)
         spread = statistics.stdev(rewards)
         advantage = 0.0 if spread == 0 else (own - statistics.mean(rewards)) / (spread + 1e-6)
         expected.setdefault(tuple(t.ids), []).append((t.question.id, advantage))
@@ -254,6 +285,204 @@ def test_each_response_is_trained_with_its_own_advantage_and_the_trainers_own_lo
     # The second epoch still compares with the logprobs of before the first update.
     for (_, first, advantages, _), (later, second, again, _) in zip(seen[: len(batches)], seen[len(batches) :]):
         assert torch.equal(first, second) and torch.equal(advantages, again) and not torch.equal(later, second)
+
+
+def sampled_groups(monkeypatch, count, tries, world_size):
+    """Step 1 of 4 places by `train.sample_groups` on every rank: of each its result and the questions of each rollout.
+
+    Of the questions 0, 1, 2, ... every third has only right answers, the next only wrong ones, the next of both kinds.
+    """
+    questions = [Question(str(n), "", ("yes",)) for n in range(count)]
+    config = types.SimpleNamespace(
+        seed=0,
+        data=types.SimpleNamespace(shuffle=False),
+        rollout=types.SimpleNamespace(group_size=2, questions_per_step=4, resample_tries=tries),
+        reward=types.SimpleNamespace(name="em", format_weight=0.0),
+        protocol=types.SimpleNamespace(template="plain"),
+    )
+    barrier, shared, rolled = threading.Barrier(world_size), {}, [[] for _ in range(world_size)]
+
+    def rank(number):
+        def gather_ranks(values):
+            shared[number] = values
+            barrier.wait(10)
+            rows = [shared[other] for other in range(world_size)]
+            barrier.wait(10)
+            return rows
+
+        def answers(question):
+            return {0: ("yes", "yes"), 1: ("no", None), 2: ("no", "yes")}[int(question.id) % 3]
+
+        def roll_out(trainer, questions, step):
+            rolled[number].append([question.id for question in questions])
+            trajectories = [
+                Trajectory(question, sample, [], [], [], [], (), answer)
+                for question in questions
+                for sample, answer in enumerate(answers(question))
+            ]
+            return trajectories, RolloutTimes(queries=len(questions), cache_bytes=len(questions))
+
+        trainer = types.SimpleNamespace(
+            config=config,
+            sources=types.SimpleNamespace(train=questions),
+            tokenizer=types.SimpleNamespace(decode=None),
+            dist=types.SimpleNamespace(rank=number, world_size=world_size, gather_ranks=gather_ranks),
+            roll_out=roll_out,
+        )
+        return train.sample_groups(trainer, 1)
+
+    monkeypatch.setattr(train, "roll_out", lambda trainer, questions, step: trainer.roll_out(trainer, questions, step))
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(zip(pool.map(rank, range(world_size)), rolled))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("count", "tries", "rollouts", "batch"),
+    [
+        (12, 0, ["0123"], [0, 1, 2, 3]),
+        (12, 1, ["0123", "456"], [4, 5, 2, 6]),
+        (12, 2, ["0123", "456", "78"], [7, 5, 2, 8]),
+        (12, 9, ["0123", "456", "78", "9", ["10"], ["11"]], [11, 5, 2, 8]),  # until the batch is full
+        (11, 9, ["0123", "456", "78", "9", ["10"]], [10, 5, 2, 8]),  # until no question is left
+        (6, 9, ["0123", "45"], [4, 5, 2, 3]),
+    ],
+)
+def test_equal_groups_are_replaced_in_bounded_tries(monkeypatch, count, tries, rollouts, batch, world_size):
+    results = sampled_groups(monkeypatch, count, tries, world_size)
+    for rank, (groups, rolled) in enumerate(results):
+        assert [question.id for question in groups.questions] == [str(n) for n in batch]
+        assert (groups.tries, groups.replaced) == (len(rollouts) - 1, sum(map(len, rollouts[1:])))
+        mine = [str(n) for n in batch[rank::world_size]]
+        assert [(t.question.id, t.sample) for t in groups.trajectories] == [(n, s) for n in mine for s in (0, 1)]
+        assert groups.rewards == [float(t.answer == "yes") for t in groups.trajectories]
+        assert (groups.times.queries, groups.times.cache_bytes) == (sum(map(len, rolled)), max(map(len, rolled)))
+    # Every rank rolls out as often as the others, even if nothing.
+    assert [sorted(n for _, rolled in results for n in rolled[i]) for i in range(len(rollouts))] == [
+        sorted(questions) for questions in rollouts
+    ]
+    assert {len(rolled) for _, rolled in results} == {len(rollouts)}
+
+
+def test_a_run_that_resamples_resumes_bit_equal_and_trains_as_one_on_two_processes(whole):
+    folder, resample = whole.parent, "rollout.resample_tries=3"
+    assert train.main(arguments(folder, "name=resampled", resample)) == 0
+    assert train.main(arguments(folder, "name=again", resample, "optim.steps=2")) == 0
+    assert train.main(arguments(folder, "name=again", resample, "--resume")) == 0
+    for name, tensor in weights(folder / "resampled", 4).items():
+        assert torch.equal(tensor, weights(folder / "again", 4)[name]), name
+    names = ("group/resample_tries", "group/replaced_questions", "group/zero_std_frac", "reward/mean")
+    one = [[row[name] for name in names] for row in rows(folder / "resampled")[1:]]
+    assert one == [[row[name] for name in names] for row in rows(folder / "again")[1:]]
+    assert all(1 <= tries <= 3 <= replaced for tries, replaced, *_ in one)  # what the seed gives: groups to replace
+    without = [row["group/zero_std_frac"] for row in rows(whole)[1:]]
+    assert sum(row[2] for row in one) < sum(without)
+    run_two_processes(folder, "name=resampled-two", resample, "optim.steps=2")
+    assert [[row[name] for name in names] for row in rows(folder / "resampled-two")[1:]] == one[:2]
+
+
+def test_resampling_needs_other_questions(tmp_path, capsys):
+    data = tmp_path / "four.jsonl"
+    data.write_text('{"question": "who", "golden_answers": ["x"]}\n' * 4)
+    settings = ["world=null", "warm_start=null", "model.path=m", "retriever.url=x", "rollout.resample_tries=1"]
+    assert train.main(arguments(tmp_path, *settings, f"data.train={data}")) == 1
+    assert "rollout.resample_tries has no other to replace one with" in capsys.readouterr().err
+
+
+# With four trajectories a question and few questions these figures jump.
+NO_RELATIVE_LIMITS = ["drift.entropy_rise=null", "drift.grad_norm_rise=null", "drift.invalid_rise=null",
+                      "drift.reward_fall=null"]  # fmt: skip
+
+
+def drift_alarm_at_steps_3_and_4(monkeypatch):
+    """Two bad steps in a row, until the run has been rolled back."""
+
+    def check(alarm, step, metrics, check=train.DriftAlarm.check):
+        bad = step in (3, 4) and not alarm.rollbacks
+        return check(alarm, step, metrics | ({"policy/clip_frac": 0.9} if bad else {}))
+
+    monkeypatch.setattr(train.DriftAlarm, "check", check)
+
+
+def test_a_drift_alarm_warns_once_and_a_healthy_run_has_none(whole, monkeypatch, capsys):
+    assert [row.get("drift/alarms") for row in rows(whole)] == [None, 0.0, 0.0, 0.0, 0.0]
+    drift_alarm_at_steps_3_and_4(monkeypatch)
+    assert train.main(arguments(whole.parent, "name=warned", "drift.patience=1", *NO_RELATIVE_LIMITS)) == 0
+    assert capsys.readouterr().out.count("warning: drift alarm at step 3: policy/clip_frac is above 0.1") == 1
+    assert [row.get("drift/alarms") for row in rows(whole.parent / "warned")] == [None, 0.0, 0.0, 1.0, 1.0]
+    assert all(torch.equal(weights(whole, 4)[n], w) for n, w in weights(whole.parent / "warned", 4).items())
+
+
+def test_a_diverging_run_is_stopped_with_a_checkpoint_and_the_reason(whole, capsys):
+    """With the limits as they are: a learning rate of 0.1 destroys the policy at once."""
+    run = whole.parent / "diverged"
+    settings = ["name=diverged", "optim.lr=0.1", "drift.action=stop", "optim.steps=20", "eval.every_steps=null",
+                "checkpoint.every_steps=null"]  # fmt: skip
+    assert train.main(arguments(whole.parent, *settings)) == train.DRIFT_STATUS == 3
+    error = capsys.readouterr().err
+    record = json.loads((run / "run.json").read_text())
+    step = record["steps_done"]
+    assert record["status"] == "stopped" and 3 <= step < 20
+    assert record["stopped_by"] in error and f"drift alarm at step {step}: " in error and "--resume" in error
+    assert [p.name for p in list_checkpoints(run)] == [f"step_{step}"] and (run / "report.html").is_file()
+
+
+def test_a_rollback_goes_on_from_the_last_good_checkpoint_and_resumes_exactly(whole, monkeypatch, capsys):
+    folder = whole.parent
+    drift_alarm_at_steps_3_and_4(monkeypatch)
+    settings = ["optim.steps=6", "checkpoint.every_steps=2", "checkpoint.keep=1", "drift.action=rollback",
+                "drift.patience=2"]  # fmt: skip
+    assert train.main(arguments(folder, "name=rolled", *settings)) == 0
+    run = folder / "rolled"
+    assert "Rolled back to step 2 (rollback 1 of 2); going on at 0.5 times" in capsys.readouterr().out
+    assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows(run / "rollback_1")] == [3, 4]
+    assert all((place / "eval" / "step_4_greedy.json").is_file() for place in (run, run / "rollback_1"))
+    rate = rows(run)[2]["optim/lr"]
+    assert [row["optim/lr"] / rate for row in rows(run)[1:]] == [1.0, 1.0, 0.5, 0.5, 0.5, 0.5]
+    # Stopped after the rollback and resumed, the run ends in the same place.
+    assert train.main(arguments(folder, "name=rolled2", *settings, "drift.max_rollbacks=0")) == 3
+    error = capsys.readouterr().err
+    assert "Rolled back to step 2, but not going on" in error and "drift.max_rollbacks=1" in error
+    assert [p.name for p in list_checkpoints(folder / "rolled2")] == ["step_2"]
+    assert train.main(arguments(folder, "name=rolled2", *settings, "drift.max_rollbacks=1", "--resume")) == 0
+    for name, tensor in weights(run, 6).items():
+        assert torch.equal(tensor, weights(folder / "rolled2", 6)[name]), name
+    timeless = [{k: v for k, v in row.items() if k.startswith(("reward/", "policy/", "kind/"))} for row in rows(run)]
+    assert timeless == [{k: row[k] for k in expected} for row, expected in zip(rows(folder / "rolled2"), timeless)]
+
+
+def test_a_rollback_without_a_good_checkpoint_stops(whole, monkeypatch, capsys):
+    drift_alarm_at_steps_3_and_4(monkeypatch)
+    settings = ["name=nogood", "drift.action=rollback", "drift.patience=2", "checkpoint.every_steps=3"]
+    assert train.main(arguments(whole.parent, *settings)) == 3
+    assert "nothing to roll back to: no checkpoint is from before it, which began in step 3" in capsys.readouterr().err
+
+
+def test_the_named_loss_and_its_settings_reach_every_update(whole, monkeypatch):
+    seen = []
+
+    def spying_loss(*args, **options):
+        seen.append(options)
+        return policy_loss(*args, **options)
+
+    monkeypatch.setattr(train, "policy_loss", spying_loss)
+    settings = [
+        "name=other_loss", "optim.steps=1", "eval.at_start=false", "eval.questions=1", "loss.name=llds",
+        "loss.gamma=0.3", "loss.tau=null", "loss.gate=null", "loss.gate_level=action", "loss.clip_high=0.28",
+        "loss.reduction=constant", "loss.dual_clip=3", "loss.off_policy_delta=0.5", "loss.mismatch=mis",
+    ]  # fmt: skip
+    assert train.main(arguments(whole.parent, *settings)) == 0
+    for options in seen:
+        assert options["objective"].func is llds
+        expected = {"gamma": 0.3, "gate_level": "action", "clip_low": 0.2, "clip_high": 0.28}
+        assert options["objective"].keywords == expected
+        assert (options["reduction"], options["constant_tokens"]) == ("constant", 4 * 30)
+        assert (options["dual_clip_bound"], options["off_policy_delta"]) == (3.0, 0.5)
+        assert (options["mismatch"], options["mismatch_cap"]) == ("mis", 3.0)
+        assert options["sampling_logprobs"].min() < -0.01
+    last = rows(whole.parent / "other_loss")[-1]
+    assert last["policy/mismatch_weight_mean"] == pytest.approx(1, abs=1e-3) and last["policy/off_policy_frac"] == 0
 
 
 def test_a_resume_before_the_first_checkpoint_starts_over(whole):
