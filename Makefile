@@ -14,7 +14,7 @@ SYSTEM_PATH := $(PATH)
 export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart quickstart-2 test smollm2 bench-rollout
+.PHONY: help setup quickstart quickstart-2 test smollm2 bench-rollout bench-step
 
 help:
 	@echo "make quickstart    train a tiny search agent, evaluate it and write runs/quickstart/report.html (15 minutes)"
@@ -44,8 +44,8 @@ bench-%: $(STAMP)
 	PYTHONPATH=. python benchmarks/$(subst -,_,$*).py
 
 # TRL is raced, not used: it stays out of the environment, which has all that it imports.
-bench-rollout: smollm2 $(VENV)/trl/trl/__init__.py
-	PYTHONPATH=.:$(VENV)/trl python benchmarks/rollout.py
+bench-rollout bench-step: smollm2 $(VENV)/trl/trl/__init__.py
+	PYTHONPATH=.:$(VENV)/trl python benchmarks/$(@:bench-%=%).py
 
 $(VENV)/trl/trl/__init__.py: | $(STAMP)
 	@$(PIP) --no-deps --target $(VENV)/trl trl==1.16.0

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
 ATTENTION = "sapo_packed"  # name under which models find `packed_attention`
-LEAST_SHARED = 32  # tokens: sharing fewer saves less than the copies of keys and values cost
+LEAST_SHARED = 16  # tokens: sharing fewer saves less than the copies of keys and values cost
 
 
 @dataclass(frozen=True)

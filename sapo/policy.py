@@ -119,23 +119,23 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, dtype, chunk_logits, with_entropy):
         inputs = hidden.to(dtype)
-        parts = []  # of each chunk: logsumexp and entropy of its own softmax, [N] each
+        chunks = _vocabulary_chunks(weight, targets, chunk_logits)
         chosen = hidden.new_zeros(len(targets), dtype=torch.promote_types(dtype, torch.float32))  # [N]
-        for chunk in _vocabulary_chunks(weight, targets, chunk_logits):
+        # Of the softmax of each chunk, [chunks, N]. Made before the loop: small results that stay, between large ones
+        # that go, would fragment the heap to a multiple of what is alive.
+        log_zs, entropies = chosen.new_zeros(2, len(chunks), len(targets))
+        for number, chunk in enumerate(chunks):
             logits = _chunk_logits(inputs, weight, bias, chunk, temperature)  # [N, c]
             inside, index = _places_in(chunk, targets)
             chosen = torch.where(inside, logits.gather(1, index[:, None])[:, 0], chosen)
             # float32 log_softmax on CPU is off by 5e-6 on average at a vocabulary of 150,000; logsumexp is not
-            log_z = logits.logsumexp(1)
+            log_zs[number] = logits.logsumexp(1)
             if with_entropy:
-                logits -= log_z[:, None]
-                parts.append((log_z, -torch.linalg.vecdot(logits.exp(), logits)))
-            else:
-                parts.append((log_z, log_z))
-        log_zs, entropies = map(torch.stack, zip(*parts))  # [chunks, N]
+                logits -= log_zs[number, :, None]
+                entropies[number] = -torch.linalg.vecdot(logits.exp(), logits)
         log_z = log_zs.logsumexp(0)
         entropy = torch.zeros_like(log_z)
-        if with_entropy:  # that of which chunk, and the mean of those within
+        if with_entropy:  # of which chunk it is, and the mean of those within
             log_shares = log_zs - log_z
             entropy = (log_shares.exp() * (entropies - log_shares)).sum(0)
         ctx.save_for_backward(hidden, weight, bias, targets, log_z, entropy)

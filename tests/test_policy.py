@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from sapo.policy import Policy, load_policy
+from sapo.policy import Policy, TokenLogprobs, load_policy
 
 
 def qwen(tied=True, vocabulary=50, **settings):
@@ -120,6 +120,33 @@ def test_an_empty_mask_gives_zero_gradients_to_every_parameter():
     assert all(p.grad is not None and p.grad.eq(0).all() for p in policy.parameters())
 
 
+@pytest.mark.parametrize("frozen", ["weight", "hidden"])
+def test_what_is_frozen_gets_no_gradient(frozen):
+    hidden, weight = torch.randn(5, 8).requires_grad_(), torch.randn(30, 8).requires_grad_()
+    targets = torch.arange(5) * 7
+    logprobs = (hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None])
+    expected = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+    parts = {"hidden": hidden, "weight": weight}
+    parts[frozen].requires_grad_(False)
+    TokenLogprobs.apply(hidden, weight, None, targets, 1.0, torch.float32, 40, False)[0].sum().backward()
+    for (name, part), gradient in zip(parts.items(), expected):
+        if name == frozen:
+            assert part.grad is None
+        else:
+            torch.testing.assert_close(part.grad, gradient)
+
+
+def test_autocast_multiplies_in_bfloat16_and_keeps_float32_weights_and_gradients():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(6, 8).requires_grad_(), torch.randn(30, 8).requires_grad_()
+    targets = torch.arange(6)
+    logprobs, _ = TokenLogprobs.apply(hidden, weight, None, targets, 1.0, torch.bfloat16, 60, False)
+    expected = (hidden.bfloat16() @ weight.bfloat16().T).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
+    logprobs.sum().backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
+
+
 class LargestTensor(TorchDispatchMode):
     size = 0
 
@@ -133,8 +160,8 @@ class LargestTensor(TorchDispatchMode):
 def test_no_more_logits_exist_than_a_chunk():
     vocabulary, (ids, _, _) = 5000, ragged()
     mask = torch.ones(4, 12)
-    mask[:, 0] = 0  # 44 tokens, 1,250 chunks of 4 words
-    policy = Policy(qwen(vocabulary=vocabulary), head_chunk_logits=4 * 44)
+    mask[:, 0] = 0  # 44 tokens, 125 chunks of 40 words
+    policy = Policy(qwen(vocabulary=vocabulary), head_chunk_logits=40 * 44)
     with LargestTensor() as largest:
         policy(ids, mask, 1.0, True)[0].sum().backward()
     assert largest.size == policy.model.lm_head.weight.numel() == 16 * vocabulary

@@ -248,7 +248,12 @@ def test_each_response_is_trained_with_its_own_advantage_and_the_trainers_own_lo
     def score(trajectory, reward_name, **options):
         return {"f1": 1.0, "em": -2.0}[reward_name] * len(trajectory.answer or "")  # unequal in groups that learn
 
-    planned = []
+    def spying_forward(policy, *args):
+        forwards.append(torch.is_grad_enabled())
+        return forward(policy, *args)
+
+    planned, forwards, forward = [], [], train.Policy.forward
+    monkeypatch.setattr(train.Policy, "forward", spying_forward)
     monkeypatch.setattr(train, "reward", score)
     monkeypatch.setattr(train, "rollout", spying_rollout)
     monkeypatch.setattr(train, "policy_loss", spying_loss)
@@ -271,6 +276,9 @@ def test_each_response_is_trained_with_its_own_advantage_and_the_trainers_own_lo
         expected.setdefault(tuple(t.ids), []).append((t.question.id, advantage))
     batches = [batch for minibatch in planned for batch in minibatch.micro_batches]
     assert len(batches) > 4 and len(seen) == 2 * len(batches)  # two epochs over every micro-batch
+    # No logprob is computed twice: the first minibatch's old ones are those of its update.
+    assert forwards.count(True) == len(seen)
+    assert forwards.count(False) == len(batches) - len(planned[0].micro_batches)
     rows = [
         (tuple(ids[:length].tolist()), float(advantage))
         for batch in batches
