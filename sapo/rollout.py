@@ -16,7 +16,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from retriever.types import Passage, Retriever
+from retriever.types import Passage, Retriever, RetrieverError
 from sapo.engine.hf import Generation, HFEngine, Session
 from sapo.engine.sampling import Sampling, trajectory_key
 from sapo.protocol import Protocol, neutralise, parse_turn, special_token_pattern
@@ -181,7 +181,8 @@ def rollout(
 
     schedule: "lockstep", all rows go from turn to turn together; or "async", rows whose documents have come go on while
     others write. Both sample the same trajectories up to float rounding; only lockstep repeats them bit for bit.
-    max_rows: trajectories in work at once (whole groups, at least one), which bounds the cache; None is all of them.
+    max_rows: trajectories in work at once, which bounds the cache, None is all of them; in lockstep whole groups, at
+    least one.
     Trajectories are scored by the caller. Raises what the retriever raises; FloatingPointError on NaN logits;
     ValueError when the tokenizer cannot write a stop string.
     """
@@ -294,7 +295,13 @@ class _Work:
         return asked
 
     def search(self, queries: list[str]) -> list[list[Passage]]:
-        return self.retriever.search(queries, self.top_k) if queries else []
+        found = self.retriever.search(queries, self.top_k) if queries else []
+        if len(found) != len(queries):
+            raise RetrieverError(
+                f"the retriever returned {len(found)} results for {len(queries)} queries: it must return a list of "
+                "passages for each query, in order"
+            )
+        return found
 
     def answer(self, numbers: Sequence[int], queries: list[str], found: list[list[Passage]]) -> None:
         """Append to each of these rows the documents of its query; `found` are those of `queries`."""

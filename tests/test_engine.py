@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DiffLlamaConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -264,6 +265,46 @@ def test_models_that_the_cache_does_not_fit_are_refused(tokenizer):
     windowed = tiny_model(tokenizer, use_sliding_window=True, sliding_window=8, max_window_layers=0)
     with pytest.raises(ValueError, match="sliding_window"):
         HFEngine(windowed, tokenizer)
+
+
+def test_positions_that_change_with_the_longest_row_are_refused(tokenizer):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    with pytest.raises(ValueError, match="rope_type 'dynamic'"):
+        HFEngine(tiny_model(tokenizer, rope_parameters=rope), tokenizer)
+
+
+def test_a_model_that_attends_twice_in_a_layer_is_refused(tokenizer):
+    config = DiffLlamaConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                             num_key_value_heads=2, intermediate_size=64, pad_token_id=0, eos_token_id=1)  # fmt: skip
+    engine = HFEngine(AutoModelForCausalLM.from_config(config), tokenizer)
+    with pytest.raises(ValueError, match="called its attention 4 times in a forward of 2 layers"):
+        engine.session([0], GREEDY, ()).generate([0], [[5, 6]], [2])
+
+
+def test_a_row_given_twice_is_an_error(tokenizer):
+    engine = HFEngine(tiny_model(tokenizer), tokenizer)
+    with pytest.raises(ValueError, match="given twice"):
+        engine.session([0], GREEDY, ()).generate([0, 0], [[5], [5]], [2, 2])
+    engine.is_eos[:] = False
+    session = engine.session([0], GREEDY, ())
+    with engine.inference():
+        session.start([0], [[5]], [9])
+        with pytest.raises(ValueError, match="has not ended"):
+            session.start([0], [[5]], [9])
+
+
+def test_ragged_rows_under_autocast(tokenizer):
+    """bf16 without ZeRO: rotary embeddings leave queries and keys in float32, values are bf16."""
+    model = tiny_model(tokenizer)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.25)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ids, logprobs = run_turns(HFEngine(model, tokenizer), ragged_prompts(1), Sampling(), 1)
+        for row_ids, row_logprobs in zip(ids, logprobs):
+            full = full_logprobs(model, row_ids)
+            for t, logprob in enumerate(row_logprobs):
+                if logprob is not None:
+                    assert logprob == pytest.approx(full[t - 1, row_ids[t]].item(), abs=0.04)
 
 
 def test_keyed_uniform_is_fixed_and_uniform():

@@ -320,6 +320,16 @@ def test_an_error_of_the_retriever_ends_the_rollout(schedule):
 
 
 @pytest.mark.parametrize("schedule", ["lockstep", "async"])
+def test_a_retriever_that_drops_a_query_is_an_error(schedule):
+    class Short(DictRetriever):
+        def search(self, queries, k):
+            return super().search(queries, k)[1:]
+
+    with pytest.raises(RetrieverError, match="0 results for 1 queries"):
+        play([["<search>q</search>", "<answer>x</answer>"]], Short({}), schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "async"])
 def test_a_server_that_never_answers_ends_the_rollout_in_time(schedule):
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are queued, nobody reads them
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"

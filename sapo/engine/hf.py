@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -73,6 +74,12 @@ class HFEngine:
                 f"model type {config.model_type!r} has layers without full attention (layer_types, sliding_window), "
                 "which the engine's cache does not hold: use a model with full attention (for Qwen2 set "
                 "use_sliding_window: false; where no trajectory exceeds the window, sliding_window: null)"
+            )
+        rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+        if rope_type in ("dynamic", "longrope"):
+            raise ValueError(
+                f"model type {config.model_type!r} has rope_type {rope_type!r}, whose rotations change with the longest "
+                "position of a forward, so that cached keys go stale: use a model with another rope_type"
             )
         if not model._supports_attention_backend:
             raise ValueError(
@@ -185,6 +192,8 @@ class Session:
         if not len(rows):
             return {}
         rows = np.asarray(rows, dtype=np.int64)
+        if len(np.unique(rows)) < len(rows) or self.running[rows].any():
+            raise ValueError(f"rows {rows.tolist()}: a row is given twice, or its last turn has not ended")
         first = self.cache.length[rows] == 0
         self.prompt_len[rows[first]] = [len(new_ids[i]) for i in np.flatnonzero(first)]
         pending = {}
@@ -217,15 +226,26 @@ class Session:
 
     def free(self, rows: Sequence[int]) -> None:
         """Forget rows that will not go on, so that their memory can be used."""
+        if not len(rows):
+            return
         self.running[rows] = False
         self.last_id[rows] = -1
         self.cache.free(rows)
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Run the base model on packed ids [N] at positions [N], over `cache.spans`; return hidden states [N, H]."""
-        return self.engine.model.base_model(
+        model = self.engine.model
+        self.cache.calls = 0
+        hidden = model.base_model(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, kv_cache=self.cache
         ).last_hidden_state[0]
+        layers = model.config.get_text_config().num_hidden_layers
+        if self.cache.calls != layers:  # a layer that attends twice, or past the interface, would be silently wrong
+            raise ValueError(
+                f"model type {model.config.model_type!r} called its attention {self.cache.calls} times in a forward of "
+                f"{layers} layers: the engine's cache holds one key and value of each layer"
+            )
+        return hidden
 
     def _prefill(self, rows: np.ndarray, pending: dict[int, list[int]]) -> Tensor:
         """Forward the pending tokens of each row; return the hidden state [n, H] after the last one."""
@@ -278,7 +298,10 @@ class Session:
 
     def _decode_batch(self) -> np.ndarray:
         """Return the rows of the next step by block and place: those that run, and ended ones not yet taken out."""
-        self.cache.compact(self.running)
+        read = self.running.copy()
+        if self.engine.static_decode:
+            read[self.batch] = True  # its dead rows stay until the batch is made again
+        self.cache.compact(read)
         live = int(self.running.sum())
         in_batch = int(self.running[self.batch].sum())
         share = STATIC_LIVE_SHARE if self.engine.static_decode else 1.0
@@ -317,7 +340,9 @@ class Session:
         """Sample a token for each of `rows`, append it, and return the turns that end with it."""
         drawn, logprobs = self._draw(rows, hidden)
         if np.isnan(logprobs).any():
-            raise FloatingPointError("the model returned NaN logits during generation: its weights have diverged")
+            raise FloatingPointError(
+                "the model returned NaN or infinite logits during generation: its weights have diverged"
+            )
         self.ids[rows, self.sampled[rows]] = drawn
         self.logprobs[rows, self.sampled[rows]] = logprobs
         self.sampled[rows] += 1
@@ -381,7 +406,7 @@ class StaticStep:
     """
 
     def __init__(self, session: Session, rows: np.ndarray, ids: Tensor, positions: Tensor) -> None:
-        self.session = session
+        self.session = weakref.proxy(session)  # which holds this step: its graph's memory goes with it
         self.rows = rows
         self.ids, self.positions = ids.clone(), positions.clone()
         dtype = session.engine.model.dtype

@@ -105,6 +105,7 @@ class KVCache:
         self.layers: list[tuple[Tensor, ...]] = []  # an empty key and value of each layer: heads, D, dtype, device
         self.spans: list[Span] = []  # of the forward that runs
         self.layout = 0  # grows whenever a row changes its place
+        self.calls = 0  # of `attend` in the forward that runs
         self.bytes = 0
         self.peak_bytes = 0
         self.peak_live_bytes = 0
@@ -319,6 +320,9 @@ class KVCache:
 
         query [1, heads, N, D], key and value [1, kv heads, N, D] of N packed tokens -> [1, N, heads, D].
         """
+        self.calls += 1
+        # Autocast leaves what rotary embeddings touch in float32; attention casts it to the type of the values.
+        query, key = query.to(value.dtype), key.to(value.dtype)
         if layer == len(self.layers):
             self.layers.append(tuple(states.new_empty(states.shape[1], states.shape[3]) for states in (key, value)))
             for block in self.blocks:
