@@ -89,12 +89,12 @@ def main() -> None:
             rows: list[dict[str, float]] = []
             log = logger.log
 
-            def keep(step: int, metrics: dict[str, float]) -> None:
+            def keep(step: int, metrics: dict[str, float], *of_updates: list[dict[str, float]]) -> None:
                 rows.append(metrics)
                 if step == 1:  # the first step also warms up allocators and kernels
                     seconds.clear()
                     keep.started = time.perf_counter()
-                log(step, metrics)
+                log(step, metrics, *of_updates)
 
             logger.log = keep
             train.train(trainer, logger, stop)
