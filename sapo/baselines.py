@@ -22,7 +22,7 @@ def grpo(
 ) -> TokenObjective:
     """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): SAPO without its penalty.
 
-    Source: Shao et al., arXiv 2402.03300, Eq. 3 (Group Relative Policy Optimization); clip range 0.2.
+    Source: Shao et al., arXiv 2402.03300 (Group Relative Policy Optimization); clip range 0.2.
     """
     return sapo(logprobs, old_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high, gamma=0.0)
 
@@ -122,7 +122,7 @@ def dapo(
 ) -> TokenObjective:
     """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with clip_high > clip_low, so that unlikely tokens may rise.
 
-    Source: Yu et al., arXiv 2503.14476, Eq. 8; clip range 0.2 and 0.28. To the method belong the mean over all tokens
+    Source: Yu et al., arXiv 2503.14476; clip range 0.2 and 0.28. To the method belong the mean over all tokens
     (reduction "token_mean") and that groups of equal rewards are replaced.
     """
     return grpo(logprobs, old_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high)
@@ -133,7 +133,7 @@ def dr_grpo(
 ) -> TokenObjective:
     """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with A = R - group mean, not divided by the deviation.
 
-    Source: Liu et al., arXiv 2503.20783, section 3.2; clip range 0.2. To the method belongs the token sum over a
+    Source: Liu et al., arXiv 2503.20783; clip range 0.2. To the method belongs the token sum over a
     constant (reduction "constant"): neither short nor easy answers weigh more.
     """
     return grpo(logprobs, old_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high)
@@ -144,7 +144,7 @@ def gspo(
 ) -> TokenObjective:
     """min(s A, clip(s, 1 - clip_low, 1 + clip_high) A) at each token of a response, s = exp(its mean of log r).
 
-    Source: Zheng et al., arXiv 2507.18071, Eq. 5 and 7; clip range 3e-4 and 4e-4. Every token of a response holds the
+    Source: Zheng et al., arXiv 2507.18071; clip range 3e-4 and 4e-4. Every token of a response holds the
     response's term, so the mean of response means (reduction "sequence_mean") is the paper's mean over responses.
     """
     tokens = grpo(logprobs, old_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high)
@@ -165,7 +165,7 @@ def cispo(
 ) -> TokenObjective:
     """sg(min(r, ratio_max)) A log pi: the weight is capped, no token's gradient is clipped away.
 
-    Source: MiniMax-M1, arXiv 2506.13585, Eq. 4 and 5, without a lower bound as there; ratio_max 5, mean over all tokens
+    Source: MiniMax-M1, arXiv 2506.13585, without a lower bound as there; ratio_max 5, mean over all tokens
     (reduction "token_mean").
     """
     tokens = grpo(logprobs, old_logprobs, advantages, mask, clip_low=0.2, clip_high=0.2)

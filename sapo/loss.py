@@ -118,7 +118,7 @@ def off_policy_rows(log_ratio: Tensor, advantages: Tensor, mask: Tensor, delta: 
     """Return [B, 1] bool: responses with A < 0 whose mean of old_logprobs - logprobs is above delta nats.
 
     log_ratio: [B, T] nats, 0 where the mask is 0. advantages: [B, 1]. Such a response has become so unlikely that
-    pushing it further down teaches little and disturbs much. Source: DeepSeek-V3.2, arXiv 2512.02556, section 3.1.
+    pushing it further down teaches little and disturbs much. Source: DeepSeek-V3.2, arXiv 2512.02556.
     """
     drift = -log_ratio.detach().sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)  # [B, 1]
     return (advantages < 0) & (drift > delta)
