@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from sapo.loss import MAX_EXPONENT, Counts, PolicyLoss
-from sapo.protocol import TAGS
+from sapo.protocol import TAGS, spelled
 from sapo.types import Batch, Trajectory
 
 TokenKinds = Callable[[Trajectory], np.ndarray]  # trajectory -> int8 [response tokens], places in KINDS
@@ -34,7 +34,6 @@ QUANTILES = {"ratio_min": 0.0, "ratio_p01": 0.01, "ratio_p50": 0.5, "ratio_p99":
 
 _ACTIONS = {"search": QUERY, "answer": ANSWER}
 _TAG = re.compile("<(/?)(" + "|".join(TAGS) + ")>")
-_BYTE = re.compile("<0x([0-9A-F]{2})>")  # how tokenizers with byte fallback write a byte
 
 
 # Labels of tokens -------------------------------------------------------------------------------------------------
@@ -70,7 +69,7 @@ def string_kinds(strings: Sequence[str | None], think_aware: bool = False) -> np
     """
     if not strings:
         return np.zeros(0, dtype=np.int8)
-    pieces = [chr(int(byte[1], 16)) if (byte := _BYTE.fullmatch(s or "")) else s or "" for s in strings]
+    pieces = [spelled(string) for string in strings]
     text = "".join(pieces)
     characters = np.empty(len(text) + 1, dtype=np.int8)  # the last entry gives a token without a string a place
     thinking, action, place = False, None, 0

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
+from sapo.attention import refuse_more_than_causal, require_interface
+
 ATTENTION = "sapo_packed"  # name under which models find `packed_attention`
 LEAST_SHARED = 16  # tokens: sharing fewer saves less than the copies of keys and values cost
 
@@ -132,12 +134,7 @@ def packed_attention(
     query [1, heads, S, D], key and value [1, kv heads, S, D]; returns [1, S, heads, D]. Raises ValueError for
     attention that is more than causal.
     """
-    for name in ("softcap", "s_aux", "position_bias", "sliding_window"):
-        if kwargs.get(name) is not None:
-            raise ValueError(
-                f"{type(module).__name__} has attention with {name}, which packed rows do not compute: set "
-                "optim.packing: padded"
-            )
+    refuse_more_than_causal(module, kwargs, "packed rows do not compute: set optim.packing: padded")
     if packed_rows is None:
         raise ValueError(
             f"{type(module).__name__} was called without packed_rows, or its model does not hand keyword arguments on "
@@ -203,9 +200,5 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 
     It stays so: gradient checkpointing runs the layers again after the forward has returned.
     """
-    if not model._supports_attention_backend:
-        raise ValueError(
-            f"model type {model.config.model_type!r} does not take its attention from transformers' "
-            "AttentionInterface, which optim.packing: packed needs: set optim.packing: padded"
-        )
+    require_interface(model, "which optim.packing: packed needs: set optim.packing: padded")
     model.config.get_text_config()._attn_implementation = ATTENTION

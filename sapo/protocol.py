@@ -146,6 +146,16 @@ def find_stop(text: str, stop_strings: Iterable[str], think_aware: bool = False)
     return None if first is None else (first[1], first[2])
 
 
+# How tokenizers with byte fallback write a byte; they decode a run of such tokens as a whole.
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+
+
+def spelled(string: str | None) -> str:
+    """Return a token's string in the vocabulary with a byte token as the character of its byte, "" for no string."""
+    byte = BYTE_TOKEN.fullmatch(string or "")
+    return chr(int(byte[1], 16)) if byte else string or ""
+
+
 def completed_tags(text: str, begin: int, tags: Iterable[str]) -> list[str]:
     """Return the tags of `text` that end after character `begin`, in the order of their ends.
 

@@ -189,11 +189,10 @@ def rollout(
     began = time.perf_counter()
     times = RolloutTimes()
     check_stop_strings(tokenizer, protocol.stop_strings)
-    groups = []
+    rows = []
     for question in questions:
         prompt_ids = encode_prompt(tokenizer, protocol, question.question)
-        groups.append([_Row(question, sample, prompt_ids, pending=prompt_ids) for sample in range(group_size)])
-    rows = [row for group in groups for row in group]
+        rows += [_Row(question, sample, prompt_ids, pending=prompt_ids) for sample in range(group_size)]
     for row in rows:
         too_long = len(row.prompt_ids) > budget.max_prompt_tokens or len(row) >= budget.max_trajectory_tokens
         row.done = row.truncated = too_long

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = (
     {"loss", "baselines", "advantage", "reward", "types", "protocol"},
-    {"batch", "packing", "policy", "engine", "data", "world", "metrics", "diagnostics"},
+    {"attention", "batch", "packing", "policy", "engine", "data", "world", "metrics", "diagnostics"},
     {"rollout", "evaluation", "warm_start", "checkpoint", "distributed", "report"},
     {"assemble", "train", "evaluate"},
 )

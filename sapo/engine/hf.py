@@ -8,7 +8,6 @@ that still write.
 from __future__ import annotations
 
 import contextlib
-import re
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,13 +18,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sapo.attention import require_interface
 from sapo.engine.kv_cache import ATTENTION, SPAN_TOKENS, KVCache, additive_mask, runs_of
 from sapo.engine.sampling import Sampling, keyed_uniform, sample
 from sapo.policy import changed_logits
-from sapo.protocol import completed_tags
+from sapo.protocol import BYTE_TOKEN, completed_tags, spelled
 
 STOP_WINDOW = 24  # tokens decoded before new ones to look for a tag: more than the bytes of any, each has at least one
-BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # of tokenizers with byte fallback, which decode such tokens run by run
 SAMPLE_LOGITS = 1 << 24  # logits sampled from at once: some 20 bytes each
 STATIC_SLOTS = 128  # a static step reads whole multiples of so many slots
 STATIC_LIVE_SHARE = 0.75  # and its batch is made again when fewer of its rows live: capturing costs a few steps
@@ -81,11 +80,9 @@ class HFEngine:
                 f"model type {config.model_type!r} has rope_type {rope_type!r}, whose rotations change with the longest "
                 "position of a forward, so that cached keys go stale: use a model with another rope_type"
             )
-        if not model._supports_attention_backend:
-            raise ValueError(
-                f"model type {config.model_type!r} does not take its attention from transformers' AttentionInterface, "
-                "through which the engine reads its cache: use a model that does (Qwen2, Qwen3, Llama, Mistral, ...)"
-            )
+        require_interface(
+            model, "through which the engine reads its cache: use a model that does (Qwen2, Qwen3, Llama, Mistral, ...)"
+        )
         self.model = model
         self.tokenizer = tokenizer
         self.prefill_tokens = prefill_tokens
@@ -100,13 +97,10 @@ class HFEngine:
         size = config.vocab_size
         self.is_eos = np.zeros(size, dtype=bool)
         self.is_eos[[i for i in eos_ids if i < size]] = True
-        self.token_strings = [t or "" for t in tokenizer.convert_ids_to_tokens(range(min(size, len(tokenizer))))]
+        strings = tokenizer.convert_ids_to_tokens(range(min(size, len(tokenizer))))
+        self.token_strings = [spelled(string) for string in strings]
         self.is_byte = np.zeros(size, dtype=bool)
-        for i, string in enumerate(self.token_strings):
-            if BYTE_TOKEN.fullmatch(string):
-                self.is_byte[i] = True
-                self.token_strings[i] = chr(int(string[3:5], 16))
-
+        self.is_byte[[i for i, string in enumerate(strings) if string and BYTE_TOKEN.fullmatch(string)]] = True
         self.with_characters: dict[str, np.ndarray] = {}
 
     def tokens_with(self, characters: str) -> np.ndarray:

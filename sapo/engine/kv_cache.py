@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from sapo.attention import refuse_more_than_causal
+
 ATTENTION = "sapo_kv_cache"  # name under which models find `cached_attention`
 CALL_BYTES = 1 << 20  # keys and values read in the time that one more attention call costs (80 us at 12 GB/s)
 MOST_PADDED = 1.25  # slots of a layout for each one that is needed
@@ -383,9 +385,7 @@ def cached_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a transformers model over the cache given to its forward as `kv_cache`."""
-    for name in ("softcap", "s_aux", "position_bias", "sliding_window"):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} has attention with {name}, which the engine does not compute")
+    refuse_more_than_causal(module, kwargs, "the engine does not compute")
     if kv_cache is None:
         raise ValueError(f"{type(module).__name__} does not get the keyword arguments of its model's forward")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
