@@ -50,7 +50,7 @@ from sapo.assemble import (
     source_commit,
 )
 from sapo.baselines import LOSSES
-from sapo.batch import Minibatch, plan_step
+from sapo.batch import Minibatch, level_ranks, plan_step
 from sapo.checkpoint import checkpoint_step, list_checkpoints, load_checkpoint, rewind, save_checkpoint
 from sapo.config import Config, batch_plan, config_warnings, load_config, to_yaml
 from sapo.data import spare_questions, step_questions
@@ -112,16 +112,18 @@ def train(trainer: Trainer, logger: MetricsLogger, stop: StopRequest) -> None:
         trajectories, rewards = sampled.trajectories, sampled.rewards
         group_ids = [t.question.id for t in trajectories]
         advantages = group_advantages(rewards, group_ids, config.rollout.group_size, config.advantage.estimator)
+        layout = {
+            "question_ids": [question.id for question in sampled.questions],
+            "group_size": config.rollout.group_size,
+            "minibatch_responses": config.optim.minibatch_responses,
+            "packed": updater.policy.packed,
+            "attention_cost": updater.policy.attention_cost,
+        }
         minibatches = plan_step(
-            trajectories,
-            advantages,
-            [question.id for question in sampled.questions],
-            group_size=config.rollout.group_size,
-            minibatch_responses=config.optim.minibatch_responses,
+            *level_ranks(trajectories, advantages, **layout, rank=dist.rank, gather_objects=dist.gather_objects),
+            **layout,
             micro_batch_tokens=config.optim.micro_batch_tokens,
             micro_batch_responses=config.optim.micro_batch_responses,
-            packed=updater.policy.packed,
-            attention_cost=updater.policy.attention_cost,
             gather_ranks=dist.gather_ranks,
             device=dist.device,
             token_kinds=partial(

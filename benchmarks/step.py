@@ -5,12 +5,14 @@
 SmolLM2-135M in float32 on one minibatch: groups of 4 with the turns of rollout_schedule.json, prompts of 650 tokens
 (those of a group are one), observations of 450. Every version gets the same trajectories, advantages and GRPO loss (old
 logprobs are those of the step itself, mean of response means), the same number of responses in a micro-batch, and
-gradient checkpointing, TRL's default. Each runs in a process of its own, once.
+gradient checkpointing, TRL's default. Each runs in a process of its own, once, with malloc keeping freed memory, as in
+`train.py`.
 
     packed     what trains by default: no padding, equal beginnings of rows once
     unshared   no padding, every row whole
     sorted     padded, longest rows first
     given      padded, in the order of the rollout
+    exact      as given, in float64
     trl        GRPOTrainer.compute_loss of TRL 1.16 with its fused head, batches laid out as it does: prompts padded on
                the left, completions on the right to the longest of the step
 
@@ -22,6 +24,8 @@ memory_vs_trl
     Peak resident memory of the whole process, packed over trl.
 max_grad_err
     Largest |gradient - gradient of given| / |gradient of given| of the other versions of ours. trl_grad_err: trl's.
+exact_grad_err
+    The same of every version against exact, where it was run.
 
 The last line is one JSON object.
 """
@@ -37,6 +41,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +51,7 @@ import sapo.packing as packing
 from benchmarks.head import resident_bytes
 from benchmarks.loss import relative_error
 from benchmarks.rollout_peers import load_schedule
-from sapo.assemble import quieten
+from sapo.assemble import keep_freed_memory, quieten
 from sapo.batch import make_batch, plan_step
 from sapo.loss import Counts, policy_loss
 from sapo.policy import Policy, load_policy
@@ -60,7 +65,7 @@ SCHEDULE = Path(__file__).with_name("rollout_schedule.json")
 SCHEDULED = 128  # trajectories in it
 GROUP_SIZE = 4
 PROMPT_TOKENS, OBSERVATION_TOKENS = 650, 450
-VERSIONS = ("packed", "unshared", "sorted", "given", "trl")
+VERSIONS = ("packed", "unshared", "sorted", "given", "exact", "trl")
 
 
 def make_trajectories(tokenizer: PreTrainedTokenizerBase, responses: int) -> list[Trajectory]:
@@ -101,7 +106,7 @@ def our_step(
         packing.LEAST_SHARED = sys.maxsize
     policy = Policy(model, packed=version in ("packed", "unshared")).train()
     counts = Counts(len(trajectories), sum(sum(t.loss_mask) for t in trajectories), 0)
-    if version == "given":
+    if version in ("given", "exact"):
         order = range(0, len(trajectories), rows)
         micro_batches = [make_batch(trajectories[i : i + rows], advantages[i : i + rows]) for i in order]
     else:
@@ -193,7 +198,10 @@ def padded(rows: Sequence[Sequence[int]], left: bool = False) -> tuple[Tensor, T
 def work(options: argparse.Namespace) -> None:
     """Run one version in this process; write seconds, peak memory and gradient to `options.out`."""
     quieten()
+    keep_freed_memory()
     model, tokenizer = load_policy(SMOLLM2)
+    if options.version == "exact":
+        model.double()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trajectories = make_trajectories(tokenizer, options.responses)
     generator = torch.Generator().manual_seed(0)
@@ -210,6 +218,14 @@ def work(options: argparse.Namespace) -> None:
     peak = resident_bytes("VmHWM")
     tokens = sum(len(t.ids) for t in trajectories)
     torch.save({"seconds": seconds, "peak": peak, "tokens": tokens, "gradient": gradient}, options.out)
+
+
+def gradient_errors(done: dict[str, dict[str, Any]], name: str) -> dict[str, float]:
+    """Return the error of each other version's gradient against that of one, if that was run."""
+    if name not in done:
+        return {}
+    expected = done[name]["gradient"]
+    return {version: relative_error(run["gradient"], expected) for version, run in done.items() if version != name}
 
 
 def main() -> None:
@@ -235,10 +251,8 @@ def main() -> None:
                 f"peak {run['peak'] / 2**30:5.2f} GiB",
                 flush=True,
             )
-        errors = {}
-        if "given" in done:
-            expected = done["given"]["gradient"]
-            errors = {v: relative_error(run["gradient"], expected) for v, run in done.items() if v != "given"}
+        exact = gradient_errors(done, "exact")
+        errors = {version: error for version, error in gradient_errors(done, "given").items() if version != "exact"}
     seconds = {version: run["seconds"] for version, run in done.items()}
     names = {"given": "vs_padded", "trl": "vs_trl", "unshared": "vs_unshared", "sorted": "vs_sorted"}
     result = {name: seconds[version] / seconds["packed"] for version, name in names.items() if version in seconds}
@@ -246,6 +260,8 @@ def main() -> None:
         result["memory_vs_trl"] = done["packed"]["peak"] / done["trl"]["peak"]
         result["trl_grad_err"] = errors.pop("trl", None)
     result["max_grad_err"] = max(errors.values(), default=None)
+    if exact:
+        result["exact_grad_err"] = exact
     result |= {"seconds": seconds, "peak_bytes": {v: run["peak"] for v, run in done.items()}}
     print(json.dumps(result | {"threads": torch.get_num_threads()}))
 

@@ -1,6 +1,6 @@
 """Trajectories -> tensors: minibatches that do not depend on the number of ranks, token-budget micro-batches.
 
-Dims: `B` responses, `T` tokens. Nothing here communicates: the one exchange between ranks is passed in.
+Dims: `B` responses, `T` tokens. Nothing here communicates: the exchanges between ranks are passed in.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,9 @@ from sapo.packing import shared_prefix
 from sapo.types import Batch, Trajectory
 
 GatherRanks = Callable[[list[int]], list[list[float]]]  # the numbers of this rank -> those of every rank
+GatherObjects = Callable[[Any], list[Any]]  # an object of this rank -> those of every rank
+
+LEVEL = 0.02  # loads of two ranks that differ by less than this share of the mean count as even
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,11 @@ class Rows:
                 tokens, cost = float(length), self._cost(length, 0)
         return runs
 
+    def costs(self) -> list[tuple[float, float]]:
+        """Return what each row costs beside the others, and what it would cost where it shares nothing; no padding."""
+        shared = self.shared or [0] * len(self.lengths)
+        return [(self._cost(length, known), self._cost(length, 0)) for length, known in zip(self.lengths, shared)]
+
     def _cost(self, length: int, shared: int) -> float:
         """a*L + b*L^2 of a row, less that of the tokens it shares."""
         return length - shared + self.attention_cost * (length**2 - shared**2)
@@ -208,6 +217,78 @@ def arrange(
     return Rows(order, [len(forwarded[row]) for row in order], shared, attention_cost)
 
 
+def moves(costs: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[int, int, int]]:
+    """Return which rows to move so that the ranks' loads become even, as (from rank, its row, to rank).
+
+    costs: of every rank's rows: what the row adds to the load of its own rank, and what it would add to another. The
+    rank with most gives the one with least the row that leaves the larger of their two loads smallest, until they are
+    even or no row helps. No row moves twice. All ranks find the same moves from the same costs.
+
+    >>> moves([[(5.0, 6.0), (3.0, 3.0), (2.0, 2.0)], [(2.0, 2.0)]])
+    [(0, 1, 1)]
+    """
+    loads = [sum(own for own, _ in rows) for rows in costs]
+    staying = [dict(enumerate(rows)) for rows in costs]
+    tolerance = LEVEL * sum(loads) / len(loads)
+    moved = []
+    while True:
+        full, empty = loads.index(max(loads)), loads.index(min(loads))
+        larger = {
+            row: max(loads[full] - own, loads[empty] + elsewhere) for row, (own, elsewhere) in staying[full].items()
+        }
+        best = min(larger, key=larger.__getitem__, default=None)
+        if best is None or larger[best] >= loads[full] or loads[full] - loads[empty] <= tolerance:
+            return moved
+        own, elsewhere = staying[full].pop(best)
+        loads[full] -= own
+        loads[empty] += elsewhere
+        moved.append((full, best, empty))
+
+
+def level_ranks(
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[float] | Tensor,
+    question_ids: Sequence[str],
+    *,
+    group_size: int,
+    minibatch_responses: int,
+    packed: bool,
+    attention_cost: float,
+    rank: int,
+    gather_objects: GatherObjects,
+) -> tuple[list[Trajectory], list[float]]:
+    """Move trajectories between ranks until every rank's part of each minibatch costs about the same to train on.
+
+    Ranks wait for each other at every update, and responses differ in length many times over. A row stays in its
+    minibatch, so a move changes no more than the order of a sum. Arguments as for `plan_step`; every rank must call.
+    Returns the trajectories that this rank trains on, and their advantages.
+    """
+    rows = list(zip(trajectories, torch.as_tensor(advantages, dtype=torch.float32).tolist()))
+    arranged = [
+        arrange(_trained(members, trajectories), trajectories, packed=packed, attention_cost=attention_cost)
+        for members in minibatch_rows(trajectories, question_ids, group_size, minibatch_responses)
+    ]
+    ranks = gather_objects([part.costs() for part in arranged])
+    found = [moves(costs) for costs in zip(*ranks)]  # of each minibatch
+    if not any(found):
+        return [trajectory for trajectory, _ in rows], [advantage for _, advantage in rows]
+    leaving = {
+        part.rows[place]: to
+        for part, of_minibatch in zip(arranged, found)
+        for source, place, to in of_minibatch
+        if source == rank
+    }
+    sent = gather_objects([(to, rows[row]) for row, to in leaving.items()])
+    kept = [row for index, row in enumerate(rows) if index not in leaving]
+    kept += [row for from_rank in sent for to, row in from_rank if to == rank]
+    return [trajectory for trajectory, _ in kept], [advantage for _, advantage in kept]
+
+
+def _trained(rows: Sequence[int], trajectories: Sequence[Trajectory]) -> list[int]:
+    """Return the rows that have a sampled token: the others add nothing to a loss."""
+    return [row for row in rows if any(trajectories[row].loss_mask)]
+
+
 def plan_step(
     trajectories: Sequence[Trajectory],
     advantages: Sequence[float] | Tensor,
@@ -229,14 +310,14 @@ def plan_step(
     logprob by about 3e-6, enough to open the gate at tau = 1. advantages: one per trajectory. micro_batch_tokens counts
     forwarded tokens, padding included. packed: for a `Policy` that forwards without padding. attention_cost: of
     `Policy.attention_cost`; ranks work in step, so each cuts its part into as many micro-batches as the rank that needs
-    most, of costs as even as can be. Trajectories stay on the rank that sampled them. gather_ranks is called once, by
-    every rank; the default is that of a single process.
+    most, of costs as even as can be (`level_ranks` has made the parts so). gather_ranks is called once, by every rank; the
+    default is that of a single process.
     """
     advantages = torch.as_tensor(advantages, dtype=torch.float32).tolist()  # the signs that the loss will see
     arranged: list[Rows] = []
     numbers: list[int] = []  # four per minibatch: its counts, and the micro-batches that this rank needs
     for members in minibatch_rows(trajectories, question_ids, group_size, minibatch_responses):
-        rows = [row for row in members if any(trajectories[row].loss_mask)]  # without a sampled token it adds nothing
+        rows = _trained(members, trajectories)
         arranged.append(arrange(rows, trajectories, packed=packed, attention_cost=attention_cost))
         sampled = [sum(trajectories[row].loss_mask) for row in rows]
         nonneg = sum(tokens for row, tokens in zip(rows, sampled) if advantages[row] >= 0)

@@ -1,11 +1,13 @@
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sapo.batch import Rows, arrange, dummy_batch, make_batch, minibatch_rows, plan_step
+from sapo.batch import Rows, arrange, dummy_batch, level_ranks, make_batch, minibatch_rows, moves, plan_step
 from sapo.loss import Counts
 from sapo.types import Question, Trajectory
 
@@ -195,6 +197,84 @@ def test_counts_are_global_and_ranks_have_equal_numbers_of_micro_batches():
             assert sum(int(batch.loss_mask.sum()) for batch in batches) == expected[index].tokens
             rows = sorted(row[:n].tolist() for b in batches for row, n in zip(b.input_ids, b.lengths) if row[0])
             assert rows == sorted(t.ids for t in by_sample[index] if any(t.loss_mask))
+
+
+def loads_after(costs, found):
+    loads = [sum(own for own, _ in rows) for rows in costs]
+    for source, row, to in found:
+        loads[source] -= costs[source][row][0]
+        loads[to] += costs[source][row][1]
+    return loads
+
+
+row_costs = st.tuples(st.integers(0, 50), st.integers(0, 20)).map(lambda pair: (pair[0], sum(pair)))
+
+
+@given(st.lists(st.lists(row_costs, max_size=8), min_size=1, max_size=5))
+def test_moves_never_make_the_fullest_rank_fuller(costs):
+    found = moves(costs)
+    assert len({(source, row) for source, row, _ in found}) == len(found)  # no row moves twice
+    assert all(source != to and row < len(costs[source]) for source, row, to in found)
+    assert max(loads_after(costs, found)) <= max(loads_after(costs, []))
+
+
+def test_moves_make_ragged_ranks_even():
+    rng = random.Random(0)
+    costs = [[(n, n) for n in rng.choices(range(300, 7000), k=32)] for _ in range(8)]
+    before, found = loads_after(costs, []), moves(costs)
+    after = loads_after(costs, found)
+    mean = sum(after) / 8
+    assert max(before) > 1.1 * mean and max(after) < 1.02 * mean and len(found) < 32
+
+
+def leveled(everything, questions, group_size, size, world_size, packed):
+    """What each rank trains on, with its advantages (1, 2, 3, ... in the order of `everything`); ranks are threads."""
+    shared, barrier = [None] * world_size, threading.Barrier(world_size)
+
+    def rank(number):
+        def gather_objects(value):
+            shared[number] = value
+            barrier.wait(10)
+            values = list(shared)
+            barrier.wait(10)
+            return values
+
+        mine = [i for i in range(len(everything)) if i // group_size % world_size == number]
+        return level_ranks(
+            [everything[i] for i in mine], [i + 1.0 for i in mine], questions, group_size=group_size,
+            minibatch_responses=size, packed=packed, attention_cost=0.001, rank=number, gather_objects=gather_objects,
+        )  # fmt: skip
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(rank, range(world_size)))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_leveling_moves_rows_with_their_advantages_within_their_minibatch(world_size, packed):
+    rng = random.Random(1)
+    questions, group_size, size = [f"q{i}" for i in range(6)], 4, 12
+    # the questions of rank 0 have long responses, and one response has nothing to train on
+    everything = [
+        trajectory(q, s, [number + 1] * 5, [2] * rng.randint(*((60, 90) if number % world_size == 0 else (5, 40))))
+        for number, q in enumerate(questions) for s in range(group_size)
+    ]  # fmt: skip
+    everything[5] = trajectory("q1", 1, [2] * 5, [3, 3], mask=[0, 0])
+    parts = leveled(everything, questions, group_size, size, world_size, packed)
+    rows = [(t, advantage) for trajectories, advantages in parts for t, advantage in zip(trajectories, advantages)]
+    assert sorted(rows, key=lambda row: row[1]) == [(t, i + 1.0) for i, t in enumerate(everything)]
+
+    def fullest(part_of_rank):
+        loads = [[sum(len(t[row].ids) for row in minibatch)
+                  for minibatch in minibatch_rows(t, questions, group_size, size)] for t in part_of_rank]  # fmt: skip
+        return [max(of_ranks) for of_ranks in zip(*loads)]
+
+    before = [[t for i, t in enumerate(everything) if i // group_size % world_size == r] for r in range(world_size)]
+    after = [trajectories for trajectories, _ in parts]
+    if world_size == 1:
+        assert after == before
+    else:
+        assert all(b < 0.9 * a for a, b in zip(fullest(before), fullest(after)))
 
 
 def test_a_dummy_has_no_tokens_to_learn_from():
