@@ -12,7 +12,7 @@ gradient checkpointing, TRL's default. Each runs in a process of its own, once, 
     unshared   no padding, every row whole
     sorted     padded, longest rows first
     given      padded, in the order of the rollout
-    exact      as given, in float64
+    exact      one response after another, in float64
     trl        GRPOTrainer.compute_loss of TRL 1.16 with its fused head, batches laid out as it does: prompts padded on
                the left, completions on the right to the longest of the step
 
@@ -107,6 +107,7 @@ def our_step(
     policy = Policy(model, packed=version in ("packed", "unshared")).train()
     counts = Counts(len(trajectories), sum(sum(t.loss_mask) for t in trajectories), 0)
     if version in ("given", "exact"):
+        rows = 1 if version == "exact" else rows  # twice the memory for every number
         order = range(0, len(trajectories), rows)
         micro_batches = [make_batch(trajectories[i : i + rows], advantages[i : i + rows]) for i in order]
     else:
