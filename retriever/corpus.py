@@ -1,16 +1,21 @@
 """Passages on disk: a JSONL file with random access by row number.
 
 Each line is `{"id": "...", "contents": "\\"Title\\"\\ntext"}`, the corpus format of Search-R1; other keys are ignored.
-Rows are separated by "\\n" only: U+2028, U+0085 and "\\r" may occur inside a row.
+Rows are separated by "\\n" only: U+2028, U+0085 and "\\r" may occur inside a row. A file whose name ends in .gz is
+unpacked once, into the cache folder.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
+import logging
 import mmap
 import os
+import shutil
 import uuid
+import zlib
 from array import array
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +25,9 @@ import numpy as np
 from retriever.types import RetrieverError
 
 OFFSETS_FILE = "corpus.offsets.npy"
+UNPACKED_FILE = "corpus.jsonl"
 _HEADER = 6  # int64 words before the row offsets: file size, modification time, sha256
+_log = logging.getLogger(__name__)
 _decode_json = json.JSONDecoder(strict=False).decode  # raw control characters in a string are no reason to refuse
 
 
@@ -54,9 +61,9 @@ class Corpus:
 
     The first opening reads the whole file: it checks every row and notes where it starts. With `cache_dir` the row
     offsets and the content hash are kept there and memory-mapped from then on, until the size or the modification
-    time of the corpus file changes.
+    time of the corpus file changes. A .gz file needs a `cache_dir` with room for what it holds.
 
-    corpus_id: sha256 of the file, 64 hex digits.
+    corpus_id: sha256 of the file, 64 hex digits; of a .gz file, of what it holds.
     Raises RetrieverError naming the file and the line for a missing or empty file, a line that is not a JSON object,
     a missing or wrong `id` or `contents`, and an id that occurs twice.
     """
@@ -64,6 +71,8 @@ class Corpus:
     def __init__(self, path: str | Path, cache_dir: str | Path | None = None) -> None:
         self.path = Path(path)
         try:
+            if self.path.suffix == ".gz":
+                self.path = _unpacked(self.path, cache_dir)
             with self.path.open("rb") as file:
                 stat = os.fstat(file.fileno())
                 if stat.st_size == 0:
@@ -71,7 +80,7 @@ class Corpus:
                 self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise RetrieverError(
-                f"{self.path}: cannot read the corpus ({error.strerror}); give the path of a JSONL file"
+                f"{path}: cannot read the corpus ({error.strerror or error}); give the path of a JSONL file"
             ) from error
         cache = None if cache_dir is None else Path(cache_dir) / OFFSETS_FILE
         table = _load_table(cache, stat) if cache else None
@@ -93,6 +102,31 @@ class Corpus:
         end = self._bytes.find(b"\n", start)
         fields = _decode_json(self._bytes[start : end if end >= 0 else None].decode())
         return Document(fields["id"], *split_contents(fields["contents"]))
+
+
+def _unpacked(path: Path, cache_dir: str | Path | None) -> Path:
+    """Return the file that holds what the .gz file holds, made on first use; it has the .gz file's time.
+
+    Raises RetrieverError for a damaged file and without a cache folder, OSError when the disk is full.
+    """
+    if cache_dir is None:
+        raise RetrieverError(f"{path}: a corpus in .gz has no random access; unpack it with: gunzip --keep {path}")
+    time_ns = path.stat().st_mtime_ns
+    unpacked = Path(cache_dir) / UNPACKED_FILE
+    if unpacked.exists() and unpacked.stat().st_mtime_ns == time_ns:
+        return unpacked
+    _log.info("unpacking %s to %s, once", path, unpacked)
+    temporary = unpacked.with_name(f".{UNPACKED_FILE}.{uuid.uuid4().hex}")
+    try:
+        with gzip.open(path) as packed, temporary.open("wb") as file:
+            shutil.copyfileobj(packed, file, 1 << 22)
+        os.utime(temporary, ns=(time_ns, time_ns))
+        temporary.replace(unpacked)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise RetrieverError(f"{path}: cut or damaged gzip file ({error}); fetch it again") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return unpacked
 
 
 def _scan(path: Path, stat: os.stat_result) -> np.ndarray:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache, partial
 from typing import Protocol
 
 import numpy as np
@@ -54,17 +55,25 @@ class Encoder(Protocol):
 def make_encoder(settings: Mapping[str, str | int | float | bool], state: State | None = None) -> Encoder:
     """Make an encoder from its `settings()`, with the `state()` of a fitted one.
 
-    Raises ValueError for an unknown name, an unknown setting or a value out of range.
+    The name `hashed` is the built-in encoder, any other a model of `PretrainedEncoder`.
+    Raises ValueError for an unknown setting, a missing one or a value out of range; RetrieverError when the model
+    cannot be loaded or is another one.
     """
     options = dict(settings)
     name = options.pop("name", None)
-    if name != HashedEncoder.name:
-        raise ValueError(f"unknown encoder name {name!r}; known: {HashedEncoder.name!r}")
-    try:
-        return HashedEncoder(**options, state=state)
-    except TypeError as error:
-        known = sorted(HashedEncoder().settings())
-        raise ValueError(f"encoder {name!r} does not take these settings: {sorted(options)}; known: {known}") from error
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"the encoder's name must be 'hashed', a model folder or a hub id, got {name!r}")
+    make: Callable[..., Encoder]
+    if name == HashedEncoder.name:
+        make = partial(HashedEncoder, state=state)
+    else:
+        from retriever.pretrained import PretrainedEncoder  # brings torch and transformers
+
+        make = partial(PretrainedEncoder, name)
+    known = set(inspect.signature(make).parameters) - {"state"}
+    if unknown := sorted(set(options) - known):
+        raise ValueError(f"encoder {name!r} does not take these settings: {unknown}; known: {sorted(known)}")
+    return make(**options)
 
 
 @lru_cache(maxsize=1 << 18)

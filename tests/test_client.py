@@ -56,6 +56,7 @@ class Server:
     paths: list[str] = field(default_factory=list)
     requests: list[dict] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
+    tokens: list[str | None] = field(default_factory=list)
     connections: set[int] = field(default_factory=set)  # ports of the client
     left: set[int] = field(default_factory=set)  # those it closed before the server had sent everything
 
@@ -78,6 +79,7 @@ def running():
             state.requests.append(request)
             state.paths.append(self.path)
             state.kinds.append(self.headers["Content-Type"])
+            state.tokens.append(self.headers["Authorization"])
             state.connections.add(self.client_address[1])
             reply = state.script(n, request)
             self.send_response(reply.status)
@@ -115,7 +117,8 @@ def running():
 @pytest.fixture
 def server(running, monkeypatch):
     monkeypatch.setattr(retriever.client, "FIRST_PAUSE_S", 0.002)
-    for seen in (running.requests, running.paths, running.kinds, running.connections, running.left):
+    seen_before = running.requests, running.paths, running.kinds, running.tokens, running.connections, running.left
+    for seen in seen_before:
         seen.clear()
     running.script = Server.script
     return running
@@ -129,6 +132,11 @@ def error_of(server: Server, reply: Reply, **settings) -> str:
     message = str(error.value)
     assert f"{server.url}/retrieve: " in message and "\n" not in message
     return message
+
+
+def search(server: Server, k: int = 1, **settings) -> list[Passage]:
+    """Return what a new client finds for one query."""
+    return RetrieverClient(server.url, **settings).search(["a"], k)[0]
 
 
 def closed_port() -> int:
@@ -273,10 +281,20 @@ def test_broken_json_is_refused(server, body):
     assert "HTTP 200, application/json, but not JSON" in error_of(server, Reply([body]))
 
 
-@pytest.mark.parametrize("status", [301, 404, 422])
-def test_a_status_that_will_not_pass_is_not_retried(server, status):
+@pytest.mark.parametrize(
+    ("status", "fix"),
+    [
+        (301, "point retriever.url"),
+        (404, "point retriever.url"),
+        (401, "set retriever.token_env"),
+        (403, "set retriever.token_env"),
+        (413, "the server refuses this request"),
+        (422, "the server refuses this request"),
+    ],
+)
+def test_a_status_that_will_not_pass_is_not_retried(server, status, fix):
     message = error_of(server, Reply([b"no"], status=status, headers={"Location": "/elsewhere", "Retry-After": "0"}))
-    assert f"HTTP {status}, application/json, 'no'; point retriever.url" in message
+    assert f"HTTP {status}, application/json, 'no'; {fix}" in message
     assert len(server.requests) == 1
 
 
@@ -310,17 +328,26 @@ def test_a_passing_failure_is_retried(server, status):
     assert len(server.requests) == 3 and server.requests[0] == server.requests[2]
 
 
-def test_attempts_are_bounded(server):
+def test_attempts_are_bounded_by_the_time(server):
     page = "<h1>" + "x" * 3000
-    message = error_of(server, Reply([page.encode()], status=500, kind="text/html"))
-    assert f"HTTP 500, text/html, {page[:200]!r}; see the server's log (attempts: 5, " in message
+    start = time.monotonic()
+    message = error_of(server, Reply([page.encode()], status=500, kind="text/html"), timeout_s=0.5)
+    assert f"HTTP 500, text/html, {page[:200]!r}; see the server's log (attempts: {len(server.requests)}, " in message
+    assert len(server.requests) > 8 and time.monotonic() - start < 1.0
+
+
+def test_attempts_to_connect_are_bounded(server):
+    server.reply_with(Reply([b""], status=500))
+    with pytest.raises(RetrieverError, match="attempts: 5, retriever.timeout_s: 60"):
+        RetrieverClient(server.url).connect()
     assert len(server.requests) == 5
 
 
 def test_the_pauses_double(server, monkeypatch):
     monkeypatch.setattr(retriever.client, "FIRST_PAUSE_S", 0.04)
+    server.reply_with(*[Reply([b""], status=500)] * 4, found(PARIS))
     start = time.monotonic()
-    error_of(server, Reply([b""], status=500))
+    assert search(server) == [PARIS_PASSAGE]
     assert time.monotonic() - start > 0.3  # at least half of 0.04 + 0.08 + 0.16 + 0.32
 
 
@@ -385,16 +412,16 @@ def test_an_answer_cut_off_is_asked_for_again(server):
     server.reply_with(cut, whole)
     assert RetrieverClient(server.url).search(["a"], 1) == [[PARIS_PASSAGE]]
     assert len(server.requests) == 2
-    assert "the connection failed" in error_of(server, cut)
+    assert "the connection failed" in error_of(server, cut, timeout_s=0.1)
 
 
 def test_a_refused_connection_names_url_key_and_fix(server):
     url = f"http://127.0.0.1:{closed_port()}"
     with pytest.raises(RetrieverError) as error:
-        RetrieverClient(url).search(["a"], 1)
+        RetrieverClient(url).connect()
     refused = f"[Errno {errno.ECONNREFUSED}] {os.strerror(errno.ECONNREFUSED)}"
     assert str(error.value) == (
-        f"{url}/retrieve: cannot connect ({refused}); start the retrieval server, "
+        f"{url}/info: cannot connect ({refused}); start the retrieval server, "
         "or set retriever.url to where it runs (attempts: 5, retriever.timeout_s: 60)"
     )
 
@@ -443,17 +470,18 @@ def test_a_connection_that_the_server_closed_is_replaced(server):
     whole = found(PARIS)
     whole.close = True
     server.reply_with(whole)
-    client = RetrieverClient(server.url)
+    client = RetrieverClient(server.url, cached_queries=0)
     for _ in range(3):
         assert client.search(["a"], 1) == [[PARIS_PASSAGE]]
         time.sleep(0.02)
     assert len(server.requests) == 3 and len(server.connections) == 3
 
 
-def test_threads_get_their_own_answers(server):
-    def echo(n, request):
-        return answer(*[[{"document": {"id": q, "contents": q}, "score": 1.0}] for q in request["queries"]])
+def echo(n, request):
+    return answer(*[[{"document": {"id": q, "contents": q}, "score": 1.0}] for q in request["queries"]])
 
+
+def test_threads_get_their_own_answers(server):
     server.script = echo
     client = RetrieverClient(server.url)
     with ThreadPoolExecutor(12) as pool:
@@ -465,6 +493,103 @@ def test_proxy_settings_are_not_used(server, monkeypatch):
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{closed_port()}")
     monkeypatch.setenv("no_proxy", "")
     assert RetrieverClient(server.url).search(["a"], 1) == [[PARIS_PASSAGE]]
+
+
+# repeated queries
+
+
+def test_a_query_is_sent_once_and_its_answer_remembered(server):
+    server.script = echo
+    client = RetrieverClient(server.url, max_query_chars=2)
+    assert [found[0].text for found in client.search(["a", "b", "a", "bb1", "bb2"], 1)] == ["a", "b", "a", "bb", "bb"]
+    assert client.search(["c", "a"], 1)[1] == [Passage("a", "", "a", 1.0)]
+    client.search(["a"], 2)  # another question
+    assert [request["queries"] for request in server.requests] == [["a", "b", "bb"], ["c"], ["a"]]
+    client.search(["a", "b"], 1).clear()
+    client.search(["a"], 1)[0].clear()  # the caller's list, not the memory
+    assert client.search(["a"], 1) == [[Passage("a", "", "a", 1.0)]] and len(server.requests) == 3
+
+
+def test_the_memory_of_answers_is_bounded(server):
+    server.script = echo
+    client = RetrieverClient(server.url, cached_queries=2)
+    for query in ("a", "b", "a", "c", "a", "b"):  # c drives b out, not a
+        client.search([query], 1)
+    assert [request["queries"][0] for request in server.requests] == ["a", "b", "c", "b"]
+    forgetful = RetrieverClient(server.url, cached_queries=0)
+    assert forgetful.search(["a", "a"], 1) == forgetful.search(["a", "a"], 1)
+    assert [request["queries"] for request in server.requests[4:]] == [["a"], ["a"]]
+
+
+def test_a_failed_search_is_not_remembered(server):
+    server.reply_with(answer(), answer([PARIS]))
+    client = RetrieverClient(server.url)
+    with pytest.raises(RetrieverError):
+        client.search(["a"], 1)
+    assert client.search(["a"], 1) == [[PARIS_PASSAGE]]
+
+
+# replicas
+
+
+def test_replicas_take_turns(server):
+    client = RetrieverClient([f"{server.url}/one", f"{server.url}/two"], cached_queries=0)
+    for _ in range(4):
+        client.search(["a"], 1)
+    assert sorted(server.paths[:2]) == ["/one/retrieve", "/two/retrieve"] and server.paths[2:] == server.paths[:2]
+
+
+def test_another_replica_answers_for_one_that_is_down(server):
+    down = f"http://127.0.0.1:{closed_port()}"
+    start = time.monotonic()
+    client = RetrieverClient([down, server.url], cached_queries=0)
+    for _ in range(4):
+        assert client.search(["a"], 1) == [[PARIS_PASSAGE]]
+    assert len(server.requests) == 4 and time.monotonic() - start < 0.5
+    with pytest.raises(RetrieverError, match=f"{down}/info: cannot connect"):
+        client.connect()  # at the start of a run all must be there
+
+
+def test_another_replica_answers_for_one_that_is_silent(server):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = RetrieverClient([f"http://127.0.0.1:{silent.getsockname()[1]}", server.url], timeout_s=0.6)
+        client._turn = iter([0, 0])
+        start = time.monotonic()
+        assert client.search(["a"], 1) == [[PARIS_PASSAGE]]
+        assert 0.25 < time.monotonic() - start < 0.6  # it had half of the time
+        start = time.monotonic()
+        assert client.search(["b"], 1) == [[PARIS_PASSAGE]]
+        assert time.monotonic() - start < 0.25  # now the other one is asked first
+
+
+def test_a_busy_replica_is_left_for_the_other_at_once(server):
+    busy = Reply([b"busy"], status=503, headers={"Retry-After": "5"})
+    server.script = lambda n, request: busy if server.paths[-1].startswith("/busy") else found(PARIS)
+    start = time.monotonic()
+    client = RetrieverClient([f"{server.url}/busy", f"{server.url}/free"], cached_queries=0)
+    for _ in range(2):
+        assert client.search(["a"], 1) == [[PARIS_PASSAGE]]
+    assert time.monotonic() - start < 0.5 and "/busy/retrieve" in server.paths
+
+
+# connecting
+
+
+def test_a_server_without_info_is_asked_for_a_result(server):
+    """Search-R1's own server has no /info."""
+    client = RetrieverClient(server.url)
+    client.connect(top_k=3, encoder="intfloat/e5-base-v2")
+    assert [request["queries"] for request in server.requests] == [["is anybody there?"]]
+    assert client.info() == IndexInfo("unknown", 0, f"server {server.url}", 0, "remote")
+    with pytest.raises(RetrieverError, match="this server has no /info, so retriever.corpus_id cannot be checked"):
+        client.connect(corpus_id="abc")
+
+
+def test_a_token_is_sent_and_never_shown(server):
+    server.reply_with(Reply([b"no"], status=401))
+    with pytest.raises(RetrieverError) as error:
+        RetrieverClient(server.url, token="hidden").search(["a"], 1)
+    assert server.tokens == ["Bearer hidden"] and "hidden" not in str(error.value)
 
 
 # settings
@@ -495,8 +620,15 @@ def test_k_is_at_least_one(server, k):
 
 
 @pytest.mark.parametrize(
-    "setting", [{"timeout_s": 0}, {"timeout_s": float("nan")}, {"max_query_chars": 0}, {"max_answer_bytes": 0}]
-)
+    "setting",
+    [{"timeout_s": 0}, {"timeout_s": float("nan")}, {"max_query_chars": 0}, {"max_answer_bytes": 0},
+     {"cached_queries": -1}],
+)  # fmt: skip
 def test_limits_are_positive(setting):
     with pytest.raises(ValueError, match="must be positive"):
         RetrieverClient("http://127.0.0.1:8000", **setting)
+
+
+def test_a_list_of_servers_names_one():
+    with pytest.raises(RetrieverError, match="names no server"):
+        RetrieverClient([])

@@ -324,9 +324,12 @@ def test_encoder_is_made_from_settings_and_state():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "e6"}, "unknown encoder name 'e6'; known: 'hashed'"),
-        ({}, "unknown encoder name None"),
-        ({"name": "hashed", "dimm": 8}, r"\['dimm'\]; known: \['dim', 'name', 'pair_weight'"),
+        ({"name": "e6"}, "normalize, passage_prefix, pooling, query_prefix must be given"),
+        ({"name": "e5-base-v2", "pooling": "max"}, "pooling is one of mean, cls, last, got 'max'"),
+        ({"name": "e5-base-v2", "max_length": 4}, "max_length must be at least 8 tokens, got 4"),
+        ({"name": "e5-base-v2", "poling": "cls"}, r"\['poling'\]; known: \['device', 'dim', 'dtype', 'max_length'"),
+        ({}, "got None"),
+        ({"name": "hashed", "dimm": 8}, r"\['dimm'\]; known: \['dim', 'pair_weight'"),
         ({"name": "hashed", "dim": 100}, "multiple of 8, got 100"),
         ({"name": "hashed", "dim": 0}, "multiple of 8, got 0"),
         ({"name": "hashed", "title_weight": 0.5}, "title_weight >= 1.*title_weight=0.5"),
@@ -421,7 +424,7 @@ def test_search_leaves_the_threads_of_torch_alone(service, corpus_path, tmp_path
 def test_info_says_what_is_indexed(service, corpus_path):
     info = service.info()
     assert info.corpus_id == hashlib.sha256(corpus_path.read_bytes()).hexdigest()
-    assert (info.passages, info.dim, info.index_type) == (4, 256, "flat_ip")
+    assert (info.passages, info.dim, info.index_type) == (4, 256, "flat")
     assert info.encoder == "hashed dim=256 title_weight=3.0 pair_weight=0.5 seed=0"
 
 
@@ -484,6 +487,7 @@ def test_other_encoder_is_refused(service, corpus_path, tmp_path):
         ("meta.json", b"{", "not the description of an index"),
         ("index.faiss", None, "index.faiss: missing"),
         ("index.faiss", b"abc", "index.faiss: damaged"),
+        ("index.faiss", b"", "index.faiss: damaged"),
         ("encoder.npz", None, "encoder.npz: cannot restore the encoder"),
         ("encoder.npz", b"abc", "encoder.npz: cannot restore the encoder"),
         ("encoder.npz", b"PK\x03\x04abc", "encoder.npz: cannot restore the encoder"),
@@ -503,6 +507,10 @@ def test_vectors_must_fit_their_description(service, tmp_path):
     vectors = faiss.IndexFlatIP(256)
     vectors.add(np.ones((3, 256), np.float32))
     faiss.write_index(vectors, str(path))
+    with pytest.raises(RetrieverError, match="index.faiss: damaged, cut or of another build"):
+        load_index(tmp_path / "index")
+    meta = tmp_path / "index" / "meta.json"  # as older versions wrote it
+    meta.write_text(json.dumps({k: v for k, v in json.loads(meta.read_text()).items() if k != "vectors_id"}))
     with pytest.raises(RetrieverError, match="holds 3 vectors of dim 256, but meta.json says 4 of dim 256"):
         load_index(tmp_path / "index")
     distances = faiss.IndexFlatL2(256)
@@ -560,7 +568,7 @@ def test_build_command(corpus_path, tmp_path, capsys):
     out = tmp_path / "index"
     command = ["--corpus", str(corpus_path), "--out", str(out), "--dim", "64"]
     assert build_main(command) == 0
-    assert "4 passages, flat_ip, hashed dim=64" in capsys.readouterr().out
+    assert "4 passages, flat, hashed dim=64" in capsys.readouterr().out
     before = (out / "meta.json").stat().st_ino
     assert build_main(command) == 2
     assert "already holds an index" in capsys.readouterr().err
