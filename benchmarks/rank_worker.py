@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +98,7 @@ def run(dist: Distributed, rows: int, packed: bool) -> dict[str, Any]:
 
     rows: responses per micro-batch; packed: without padding. Returns loss, gradient (before and, without ZeRO, after
     clipping) and norm of the first update, and the weights after all; then those after one more update, made by this
-    updater and by one restored from its files.
+    updater and by one restored from its pieces.
     """
     options = dict(packed=packed, head_chunk_logits=16 * VOCABULARY)
     policy = Policy(tiny_model(dist.weights_dtype), **options)
@@ -119,8 +118,8 @@ def run(dist: Distributed, rows: int, packed: bool) -> dict[str, Any]:
         step = updater.model.step
         updater.model.step = lambda: (record(gradient), step())
     else:
-        clip = nn.utils.clip_grad_norm_
-        nn.utils.clip_grad_norm_ = lambda *arguments: (record(gradient), clip(*arguments))[1]
+        clip = nn.utils.clip_grads_with_norm_
+        nn.utils.clip_grads_with_norm_ = lambda *arguments: (record(gradient), clip(*arguments))[1]
         updater.optimizer.register_step_pre_hook(lambda *_: record(clipped))
 
     def share(model: nn.Module, item: tuple[Minibatch, Batch, bool]) -> torch.Tensor:
@@ -142,16 +141,12 @@ def run(dist: Distributed, rows: int, packed: bool) -> dict[str, Any]:
     norms += [update(updater, halves[0]), update(updater, halves[1], infinite=True), update(updater, halves[1])]
     weights = copy_of(updater.state_dict())
 
-    with tempfile.TemporaryDirectory() as folder:  # a new updater goes on where this one was saved
-        folder = Path(dist.gather_objects(folder)[0])
-        updater.save(folder)
-        resumed = Updater(dist, Policy(tiny_model(dist.weights_dtype), **options), **settings)
-        if not dist.zero_stage:
-            resumed.policy.model.load_state_dict(weights)
-        resumed.load(folder)
-        for each in (updater, resumed):
-            update(each, whole[0])
-        dist.barrier()
+    resumed = Updater(dist, Policy(tiny_model(dist.weights_dtype), **options), **settings)
+    with resumed.restoring(updater.updates) as pieces:  # a new updater goes on where this one is
+        for piece, own in zip(pieces, updater.pieces()):
+            piece.data.copy_(own.data)
+    for each in (updater, resumed):
+        update(each, whole[0])
     return {
         "loss": loss, "gradient": gradient, "clipped": clipped, "norms": norms, "weights": weights,
         "after": copy_of(updater.state_dict()), "resumed": copy_of(resumed.state_dict()),

@@ -1,27 +1,42 @@
 """Checkpoints of a run: a Hugging Face folder beside the trainer's state, complete or not there at all.
 
+runs/<name>/checkpoints/best.json   the checkpoint with the best validation EM
 runs/<name>/checkpoints/step_<n>/
     model/       weights and tokenizer, an ordinary Hugging Face folder
-    trainer/     optimiser (and with ZeRO the master weights), random number generators
-    state.json   step and counters
-A checkpoint is written under a temporary name and renamed when complete, so a kill leaves the ones before it.
+    adapter/     with LoRA: the adapters alone, as peft reads them; model/ has them added in
+    trainer/     of each rank its part of the optimiser (and of the master weights, where model/ does not hold these
+                 exactly), safetensors, and rank<r>.json with its random number generators
+    state.json   step, counters, and the size and CRC-32 of every file
+A checkpoint is written and flushed under a temporary name and renamed when complete, so a kill leaves those before it.
+It is taken between steps, where nothing is pending: rollouts are sampled anew from (seed, step, question, sample), and
+the data cursor is the step. Any number of ranks and any ZeRO stage can go on from it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
+import threading
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from sapo.distributed import Distributed, Updater
+from sapo.lora import has_adapters, merged_weights, save_adapters
+from sapo.shards import Piece, fill_pieces, open_pieces, open_tensors, write_pieces
 
 _NAME = re.compile(r"step_(\d+)")
+_POLL_S = 0.05
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
@@ -38,86 +53,265 @@ def checkpoint_step(checkpoint: Path) -> int:
     return int(match[1])
 
 
-def save_checkpoint(
-    run_dir: Path,
-    step: int,
-    dist: Distributed,
-    updater: Updater,
-    tokenizer: PreTrainedTokenizerBase,
-    state: dict[str, Any],
-    keep: int | None = None,
-) -> Path:
-    """Save the run after `step`, then delete all but the newest `keep` checkpoints. All ranks must call.
+class CheckpointWriter:
+    """Writes the checkpoints of a run, at most one at a time. All ranks must make the same calls.
 
-    state: JSON values that `load_checkpoint` gives back. A complete checkpoint of the same step is replaced.
+    Each rank's part is written by a thread. With `async_save` the parts are copied to host memory first and training
+    goes on meanwhile; otherwise it waits, and nothing is copied.
     """
-    final = run_dir / "checkpoints" / f"step_{step}"
-    work = final.with_name(f"tmp_{final.name}")
-    if dist.is_main:
-        for rest in final.parent.glob("tmp_*"):  # of a save or a deletion that was killed
-            shutil.rmtree(rest)
-        (work / "trainer").mkdir(parents=True)
-    dist.barrier()
-    weights = updater.state_dict()
-    if dist.is_main:
-        updater.policy.model.save_pretrained(work / "model", state_dict=weights)
-        tokenizer.save_pretrained(work / "model")
-    updater.save(work / "trainer")
-    torch.save(_generators(), work / "trainer" / f"rng_rank{dist.rank}.pt")
-    dist.barrier()
-    if dist.is_main:
-        state = {"step": step, "zero_stage": dist.zero_stage, "world_size": dist.world_size, **state}
-        (work / "state.json").write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
-        _delete(final)
-        work.rename(final)
-        for old in list_checkpoints(run_dir)[: -keep if keep else 0]:
-            _delete(old)
-    dist.barrier()
-    return final
+
+    def __init__(
+        self,
+        run_dir: Path,
+        dist: Distributed,
+        updater: Updater,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        keep_last: int | None = None,
+        keep_best: bool = True,
+        async_save: bool = True,
+    ) -> None:
+        """keep_last, keep_best: the newest checkpoints, and the one with the best EM, that stay; None keeps all."""
+        self._folder = run_dir / "checkpoints"
+        self._dist, self._updater, self._tokenizer = dist, updater, tokenizer
+        self._keep_last, self._keep_best, self._async = keep_last, keep_best, async_save
+        self._thread: threading.Thread | None = None
+        self._work = Path()  # what the thread writes
+        self._error: str | None = None  # of writing it, on this rank
+        self._written, self._abandoned = threading.Event(), threading.Event()
+
+    def save(self, step: int, state: Mapping[str, Any], em: float | None = None, keep_all: bool = False) -> None:
+        """Save the run after `step`, replacing a checkpoint of that step; delete what is not to be kept.
+
+        state: JSON values that `load_checkpoint` gives back. em: on the held-out questions. keep_all: delete nothing.
+        Raises RuntimeError when this checkpoint, or asynchronously the one before, could not be written.
+        """
+        self.finish()
+        dist, updater = self._dist, self._updater
+        self._work = work = self._folder / f"tmp_step_{step}"
+        if dist.is_main:
+            for rest in self._folder.glob("tmp_*"):  # of a save or a deletion that was killed
+                shutil.rmtree(rest)
+            (work / "trainer").mkdir(parents=True)
+        dist.barrier()
+        weights, pieces = updater.state_dict(), updater.pieces()
+        if not dist.zero_stage:  # every rank has all
+            mine = set(sorted({piece.name for piece in pieces})[dist.rank :: dist.world_size])
+            pieces = [piece for piece in pieces if piece.name in mine]
+        if dist.weights_dtype != torch.bfloat16:  # then model/ has the weights exactly
+            pieces = [piece for piece in pieces if not piece.name.endswith("/weight")]
+        if self._async:
+            weights = _host_copy(weights) if dist.is_main else {}
+            pieces = [replace(piece, data=piece.data.to("cpu", copy=True)) for piece in pieces]
+        facts = {"step": step, "world_size": dist.world_size, "zero_stage": dist.zero_stage, "heldout_em": em}
+        generators = _generators()
+        metadata = {"updates": str(updater.updates)}
+
+        def write() -> None:
+            unheld = self._write_model(work, weights) if dist.is_main else []
+            write_pieces(pieces + unheld, work / "trainer", f"rank{dist.rank}", metadata)
+            own = list((work / "trainer").glob(f"rank{dist.rank}_*.safetensors"))
+            if dist.is_main:
+                own += [path for name in ("model", "adapter") for path in (work / name).rglob("*") if path.is_file()]
+            record = {"generators": generators, "files": {str(path.relative_to(work)): _seal(path) for path in own}}
+            write_synced(work / "trainer" / f"rank{dist.rank}.json", json.dumps(record))
+
+        def commit() -> None:
+            _commit(work, dist.world_size, facts | dict(state))
+            _retain(self._folder.parent, None if keep_all else self._keep_last, self._keep_best)
+
+        self._error = None
+        self._written.clear()
+        self._abandoned.clear()
+        self._thread = threading.Thread(target=self._run, args=(work, write, commit), daemon=True)
+        self._thread.start()
+        if not self._async:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until what is being written is a checkpoint. Raises RuntimeError, on all ranks, when it cannot be."""
+        if self._thread is None:
+            return
+        self._written.wait()
+        error = self._first_error()
+        if error:
+            self._abandoned.set()
+        self._thread.join()
+        self._thread = None
+        error = error or self._first_error()
+        if error:
+            if self._dist.is_main:
+                shutil.rmtree(self._work, ignore_errors=True)
+            self._dist.barrier()
+            whole = list_checkpoints(self._folder.parent)
+            free = shutil.disk_usage(self._folder).free / 1e9
+            raise RuntimeError(
+                f"{self._folder / self._work.name.removeprefix('tmp_')} could not be written: {error}. What there was "
+                f"of it is removed; {free:.1f} GB are free there now. Make room (checkpoint.keep_last says how many "
+                f"stay), then go on from {whole[-1].name if whole else 'the beginning'} by --resume"
+            )
+
+    def _first_error(self) -> str | None:
+        return next(filter(None, self._dist.gather_objects(self._error)), None)
+
+    def _run(self, work: Path, write: Callable[[], None], commit: Callable[[], None]) -> None:
+        """Write this rank's part; the first rank makes a checkpoint of them when it sees the parts of all."""
+        try:
+            write()
+        except Exception as error:
+            self._error = f"{type(error).__name__}: {error}"
+        self._written.set()
+        if not self._dist.is_main or self._error:
+            return
+        parts = [work / "trainer" / f"rank{rank}.json" for rank in range(self._dist.world_size)]
+        while not all(part.exists() for part in parts):
+            if self._abandoned.wait(_POLL_S):
+                return
+        try:
+            commit()
+        except Exception as error:
+            self._error = f"{type(error).__name__}: {error}"
+
+    def _write_model(self, work: Path, weights: dict[str, Tensor]) -> list[Piece]:
+        """Write model/ (and adapter/); return the trained weights not in it: adapters, or renamed on saving."""
+        policy = self._updater.policy
+        plain = dict(weights)
+        if has_adapters(policy.model):
+            save_adapters(policy.model, weights, work / "adapter")
+            plain = merged_weights(policy.model, weights)
+        policy.model.save_pretrained(work / "model", state_dict=plain, max_shard_size="5GB")
+        self._tokenizer.save_pretrained(work / "model")
+        if self._dist.weights_dtype == torch.bfloat16:
+            return []
+        held = open_tensors((work / "model").glob("*.safetensors"))
+        trained = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
+        names = {name: name.removeprefix("model.") for name in trained}
+        return [
+            Piece(f"{name}/weight", 0, weights[own].flatten()) for name, own in names.items() if own not in held
+        ]
 
 
 def load_checkpoint(checkpoint: Path, dist: Distributed, updater: Updater) -> dict[str, Any]:
-    """Restore the trainer's state and return what `state` was; the weights come from the folder `model/`.
+    """Restore weights, optimiser and generators; return the checkpoint's `state`, its own entries included.
 
-    All ranks must call. Without ZeRO the number of ranks may differ from that of the save; a rank that was not there
-    keeps its fresh generators. Raises ValueError for another ZeRO stage, or with ZeRO another number of ranks.
+    All ranks must call, as many as like and at any ZeRO stage. A rank that was not there at the save keeps its fresh
+    generators. Raises ValueError when a weight is missing; `fault` finds files that were cut or altered.
     """
-    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    if dist.zero_stage != state["zero_stage"] or (dist.zero_stage and dist.world_size != state["world_size"]):
-        raise ValueError(
-            f"{checkpoint} was saved with ZeRO stage {state['zero_stage']} on {state['world_size']} ranks, this run "
-            f"has stage {dist.zero_stage} on {dist.world_size}: resume with the saved ones (without ZeRO any number of "
-            "ranks will do), or start a new run with model.path set to its folder model/"
-        )
-    updater.load(checkpoint / "trainer")
-    generators = checkpoint / "trainer" / f"rng_rank{dist.rank}.pt"
+    state = read_state(checkpoint)
+    sources, metadata = open_pieces(sorted((checkpoint / "trainer").glob("*.safetensors")))
+    for name, tensor in open_tensors((checkpoint / "model").glob("*.safetensors")).items():
+        sources.setdefault(f"model.{name}/weight", [tensor])
+    with updater.restoring(int(metadata["updates"])) as pieces:
+        fill_pieces(pieces, sources)
+    generators = checkpoint / "trainer" / f"rank{dist.rank}.json"
     if generators.is_file():
-        saved = torch.load(generators, map_location="cpu", weights_only=True)
-        torch.set_rng_state(saved["cpu"])
-        if torch.cuda.is_available() and saved["cuda"] is not None:
-            torch.cuda.set_rng_state(saved["cuda"])
+        _set_generators(json.loads(generators.read_text(encoding="utf-8"))["generators"])
     return state
 
 
-def rewind(run_dir: Path, step: int, undone: Path, state: dict[str, Any]) -> None:
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Return what state.json holds. Raises ValueError when that is not what was written."""
+    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    if state.pop("crc32", None) != _state_crc(state):
+        raise ValueError(f"the content of {checkpoint / 'state.json'} is not what was saved (CRC-32)")
+    return state
+
+
+def fault(checkpoint: Path, rank: int = 0, world_size: int = 1) -> str | None:
+    """Return what is wrong with the files of a checkpoint, naming the file; None when nothing is.
+
+    Every size is compared, and the CRC-32 of this rank's share of the files: all ranks together read each file once.
+    """
+    try:
+        files = read_state(checkpoint)["files"]
+    except (OSError, ValueError) as error:
+        return f"{checkpoint / 'state.json'} cannot be read ({error})"
+    for number, (name, expected) in enumerate(sorted(files.items())):
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if path.stat().st_size != expected["bytes"]:
+            return f"{path} has {path.stat().st_size} bytes instead of {expected['bytes']}"
+        if number % world_size == rank and _crc(path) != expected["crc32"]:
+            return f"the content of {path} is not what was saved (CRC-32)"
+    return None
+
+
+def rewind(run_dir: Path, step: int, undone: Path, state: Mapping[str, Any], keep_checkpoints: bool) -> None:
     """Make the checkpoint of `step` the newest and change `state` in it. One rank calls, while no other reads.
 
-    Later checkpoints are deleted; later evaluations and trajectories are moved to the folder `undone`, none is lost.
+    Later checkpoints, evaluations and trajectories are moved to the folder `undone`, none is lost; the checkpoints are
+    deleted when they are not to be kept.
     """
-    file = run_dir / "checkpoints" / f"step_{step}" / "state.json"
-    saved = json.loads(file.read_text(encoding="utf-8"))
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text(json.dumps(saved | state, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, file)
-    for checkpoint in list_checkpoints(run_dir):
-        if checkpoint_step(checkpoint) > step:
-            _delete(checkpoint)
-    for kind in ("eval", "trajectories"):
+    checkpoint = run_dir / "checkpoints" / f"step_{step}"
+    _write_state(checkpoint, read_state(checkpoint) | dict(state))
+    if not keep_checkpoints:
+        for later in list_checkpoints(run_dir):
+            if checkpoint_step(later) > step:
+                _delete(later)
+    for kind in ("checkpoints", "eval", "trajectories"):
         for path in (run_dir / kind).glob("step_*"):
             match = _NAME.match(path.name)
             if match and int(match[1]) > step:
                 (undone / kind).mkdir(parents=True, exist_ok=True)
                 path.replace(undone / kind / path.name)
+    _retain(run_dir, None, True)
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write a file that has its old content or the new after a crash, also one of the machine."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    _sync(temporary)
+    os.replace(temporary, path)
+    _sync(path.parent)
+
+
+def _write_state(checkpoint: Path, state: dict[str, Any]) -> None:
+    write_synced(checkpoint / "state.json", json.dumps(state | {"crc32": _state_crc(state)}, indent=1) + "\n")
+
+
+def _state_crc(state: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
+
+
+def _commit(work: Path, world_size: int, state: dict[str, Any]) -> None:
+    """Make a checkpoint of a folder that all ranks have written."""
+    files: dict[str, Any] = {}
+    for rank in range(world_size):
+        part = work / "trainer" / f"rank{rank}.json"
+        files |= json.loads(part.read_text(encoding="utf-8"))["files"] | {f"trainer/{part.name}": _seal(part)}
+    for folder in filter(Path.is_dir, work.rglob("*")):
+        _sync(folder)
+    _write_state(work, state | {"files": files})
+    final = work.with_name(work.name.removeprefix("tmp_"))
+    _delete(final)
+    work.rename(final)
+    _sync(final.parent)
+
+
+def _retain(run_dir: Path, keep_last: int | None, keep_best: bool) -> None:
+    """Write best.json and delete the checkpoints that are not to be kept. keep_last: None keeps all."""
+    checkpoints = list_checkpoints(run_dir)
+    newest = checkpoints[-keep_last if keep_last else 0 :]
+    scores = {checkpoint: _em(checkpoint) for checkpoint in (checkpoints if keep_best else newest)}
+    scored = [checkpoint for checkpoint, em in scores.items() if em is not None]
+    best = max(scored, key=lambda checkpoint: scores[checkpoint], default=None)  # of equals the first
+    if best is not None:
+        entry = {"checkpoint": best.name, "step": checkpoint_step(best), "eval/heldout/em": scores[best]}
+        write_synced(run_dir / "checkpoints" / "best.json", json.dumps(entry) + "\n")
+    else:
+        (run_dir / "checkpoints" / "best.json").unlink(missing_ok=True)
+    for checkpoint in checkpoints:
+        if checkpoint not in newest and checkpoint != best:
+            _delete(checkpoint)
+
+
+def _em(checkpoint: Path) -> float | None:
+    try:
+        return read_state(checkpoint).get("heldout_em")
+    except ValueError:  # damaged; whoever resumes from it is told
+        return None
 
 
 def _delete(checkpoint: Path) -> None:
@@ -126,8 +320,57 @@ def _delete(checkpoint: Path) -> None:
         shutil.rmtree(checkpoint.rename(checkpoint.with_name(f"tmp_old_{checkpoint.name}")))
 
 
-def _generators() -> dict[str, torch.Tensor | None]:
+def _seal(path: Path) -> dict[str, int]:
+    """Flush a written file to the disk; return its size and CRC-32."""
+    _sync(path)
+    return {"bytes": path.stat().st_size, "crc32": _crc(path)}
+
+
+def _crc(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def _sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors to host memory; names that shared one (tied weights) share its copy."""
+    copies: dict[tuple[int, torch.Size], Tensor] = {}
+    for tensor in tensors.values():
+        key = (tensor.data_ptr(), tensor.shape)
+        if key not in copies:
+            copies[key] = tensor.detach().to("cpu", copy=True)
+    return {name: copies[tensor.data_ptr(), tensor.shape] for name, tensor in tensors.items()}
+
+
+def _generators() -> dict[str, Any]:
+    """Return the state of this process's random number generators as JSON values."""
+    name, keys, *rest = np.random.get_state()
     return {
-        "cpu": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "cuda": torch.cuda.get_rng_state().numpy().tobytes().hex() if torch.cuda.is_available() else None,
+        "numpy": [name, keys.tolist(), *rest],
+        "python": random.getstate(),
     }
+
+
+def _set_generators(state: Mapping[str, Any]) -> None:
+    def unpacked(text: str) -> Tensor:
+        return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+    torch.set_rng_state(unpacked(state["torch"]))
+    if torch.cuda.is_available() and state["cuda"] is not None:
+        torch.cuda.set_rng_state(unpacked(state["cuda"]))
+    np.random.set_state(tuple(state["numpy"]))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))

@@ -7,16 +7,16 @@ minibatch is the plain sum over micro-batches and ranks, whatever the backend.
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import importlib
 import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -30,7 +30,9 @@ from accelerate.utils import (
 )
 from torch import Tensor, nn
 
+from sapo.lora import adapters_off
 from sapo.policy import Policy
+from sapo.shards import Piece
 
 T = TypeVar("T")
 Dtype = Literal["float32", "bfloat16", "float64"]
@@ -119,27 +121,34 @@ def setup(
     """Join the processes that the launcher started (none: a run of one process) and seed all generators.
 
     zero_stage: 1-3 shard with DeepSpeed, from a configuration built here, whatever the launcher; 0 is DDP.
-    offload_params: needs zero_stage 3. timeout_s: how long a rank waits for the others.
+    offload_optimizer: needs a stage above 0. offload_params: needs stage 3. timeout_s: how long a rank waits for the
+    others.
     dtype: of the computation. bfloat16 keeps float32 master weights, by ZeRO or autocast; float64 needs zero_stage 0.
     max_grad_norm: 0 switches clipping off. Call it before the model is loaded: ZeRO-3 shards a model while it loads.
-    Raises ValueError for settings that cannot be combined, RuntimeError when the launcher started fewer processes than
-    were asked for.
+    Raises ValueError for settings that cannot be combined or that the device cannot do, RuntimeError without DeepSpeed
+    for ZeRO, or when the launcher started fewer processes than were asked for.
     """
     if dtype == "float64" and zero_stage:
         raise ValueError("ZeRO computes in float32 or bfloat16: set distributed.zero_stage 0 for model.dtype float64")
     on_cpu = not torch.cuda.is_available()
-    if on_cpu and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
+    if not on_cpu and dtype == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ValueError(
+            f"model.dtype = bfloat16, but {torch.cuda.get_device_name()} does not compute in it (GPUs of compute "
+            "capability 8.0 and above do): set model.dtype to float32"
+        )
+    if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
         raise RuntimeError(
             "this process was started as one of several (MASTER_ADDR is set) but is alone (WORLD_SIZE is not): "
-            "`accelerate launch --cpu --num_processes N` starts a single process. Start two on a CPU with `torchrun "
-            "--nproc_per_node 2 train.py ...` or `accelerate launch --multi_gpu --num_processes 2 --num_machines 1 "
-            "train.py ...`; for a run of one process unset MASTER_ADDR."
+            "`accelerate launch` with --cpu, or on nodes of one GPU each, starts a single process that knows no other. "
+            "Add --multi_gpu (also on a CPU, without --cpu), as in `accelerate launch --multi_gpu --num_processes 2 "
+            "--num_machines 1 train.py ...`, or use `torchrun --nproc_per_node 2 train.py ...`; for a run of one "
+            "process unset MASTER_ADDR."
         )
     options: dict[str, Any] = {}
     handlers: list[Any] = []
     timeout = timedelta(seconds=timeout_s)
     if zero_stage:
-        _prepare_deepspeed(on_cpu)
+        _prepare_deepspeed(on_cpu, zero_stage)
         # the process group must be gloo on CPU, or accelerate believes that each rank is alone
         handlers.append(InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=timeout))
         options["deepspeed_plugin"] = DeepSpeedPlugin(
@@ -149,9 +158,18 @@ def setup(
         options["cpu"] = on_cpu
         handlers.append(InitProcessGroupKwargs(timeout=timeout))
         handlers.append(DistributedDataParallelKwargs(gradient_as_bucket_view=True))
-    accelerator = Accelerator(
-        mixed_precision="bf16" if dtype == "bfloat16" else "no", kwargs_handlers=handlers, **options
-    )
+    precision = "bf16" if dtype == "bfloat16" else "no"
+    try:
+        accelerator = Accelerator(
+            mixed_precision=precision, dynamo_backend="no", kwargs_handlers=handlers, **options
+        )
+    except torch.distributed.DistNetworkError as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise RuntimeError(
+            f"the processes cannot meet at {address} ({str(error).splitlines()[0]}): where that port is in use, choose "
+            "another on all nodes (--main_process_port of accelerate launch, --master_port of torchrun); where it is "
+            "not reached, check --main_process_ip or --master_addr"
+        ) from None
     started = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     asked = int(os.environ.get("WORLD_SIZE", 1))
     if not accelerator.num_processes == started == asked:
@@ -178,9 +196,12 @@ def setup(
     )
 
 
-def _prepare_deepspeed(on_cpu: bool) -> None:
-    """Make DeepSpeed start under any launcher, or none."""
+def _prepare_deepspeed(on_cpu: bool, zero_stage: int) -> None:
+    """Make DeepSpeed start under any launcher, or none. Raises RuntimeError where it cannot be imported."""
     os.environ.pop("ACCELERATE_USE_CPU", None)  # accelerate would ignore DeepSpeed
+    for name in list(os.environ):
+        if name.startswith("ACCELERATE_DEEPSPEED_") or name == "ACCELERATE_CONFIG_DS_FIELDS":
+            del os.environ[name]  # a launcher's own DeepSpeed settings fill in, or clash with, the configuration
     if "WORLD_SIZE" not in os.environ:  # DeepSpeed needs a process group even for one process
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -189,6 +210,14 @@ def _prepare_deepspeed(on_cpu: bool) -> None:
         os.environ.update(alone)
     if on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would search and warn
+    try:
+        importlib.import_module("deepspeed")
+    except ImportError as error:
+        raise RuntimeError(
+            f"distributed.zero_stage = {zero_stage} shards by DeepSpeed, which cannot be imported here ({error}): run "
+            "`DS_BUILD_OPS=0 pip install --no-build-isolation -r requirements.txt`, or set distributed.zero_stage to 0"
+        ) from error
+    if on_cpu:
         # by name: as an attribute `deepspeed.comm.torch` is torch itself
         backend = importlib.import_module("deepspeed.comm.torch")
         # an optional shared-memory reduction: a minute of compiling, and it needs a C++ compiler
@@ -202,8 +231,19 @@ def zero_config(
     offload_optimizer: bool = False,
     offload_params: bool = False,
 ) -> dict[str, Any]:
-    """Return the DeepSpeed configuration of a ZeRO stage (1-3) for a loop that sets its own accumulation boundary."""
-    zero: dict[str, Any] = {"stage": zero_stage, "stage3_gather_16bit_weights_on_model_save": True}
+    """Return the DeepSpeed configuration of a ZeRO stage (1-3) for a loop that sets its own accumulation boundary.
+
+    What is left out is DeepSpeed's default, which suits 7B parameters on 8 GPUs by its sizes (not run on a GPU): at
+    stage 3 the next 5e7 weights, a fifth of a layer, are fetched ahead of their use on a stream of their own
+    (overlap_comm), weights of fewer than 1e5 numbers (norms, biases) stay whole, and 1e9 may be whole at a time, 2 GB.
+    """
+    zero: dict[str, Any] = {
+        "stage": zero_stage,
+        # Numbers in the buffer that gradients are reduced in, which is always there. The default of 5e8 takes 1 GB in
+        # bfloat16 and 2 GB in float32; messages of 100 MB are as good.
+        "reduce_bucket_size": 50_000_000,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
     if offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if offload_params:
@@ -221,6 +261,16 @@ def zero_config(
     }
 
 
+def total_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the norm of all tensors as one vector, summed in float64, as DeepSpeed does.
+
+    On a CPU the float32 norm of the 28 million numbers of an embedding is off by up to 2e-3. In parts, because a CPU
+    makes a float64 copy of what it sums.
+    """
+    parts = [part for tensor in tensors for part in tensor.flatten().split(1 << 24)]
+    return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).norm()
+
+
 def warmup_lr(update: int, *, peak: float, warmup_updates: int) -> float:
     """Return the learning rate of an update, counted from 1: linear up to `peak` at `warmup_updates`, then constant.
 
@@ -230,11 +280,51 @@ def warmup_lr(update: int, *, peak: float, warmup_updates: int) -> float:
     return peak * min(1.0, update / max(warmup_updates, 1))
 
 
+def _declare_head(policy: Policy) -> None:
+    """Tell ZeRO-3 that `Policy` uses the weight of the output head without calling the head."""
+    import deepspeed
+
+    deepspeed.zero.register_external_parameter(policy, policy.model.get_output_embeddings().weight)
+
+
+def frozen_reference(
+    dist: Distributed, policy: Policy, *, offload: bool = False
+) -> Callable[[], contextlib.AbstractContextManager[nn.Module]]:
+    """Freeze a second model and return what opens a block in which it scores; the block gives it, called like `Policy`.
+
+    With ZeRO-3 it is sharded over the ranks like the policy, in CPU memory where the policy's weights are, and all
+    ranks must make the same number of calls. Otherwise each rank holds a copy, with `offload` in CPU memory outside of
+    the block.
+    """
+    policy.eval().requires_grad_(False)
+    if dist.zero_stage == 3:
+        import deepspeed
+
+        _declare_head(policy)
+        config = copy.deepcopy(dist.accelerator.deepspeed_plugin.deepspeed_config)
+        config["zero_optimization"].pop("offload_optimizer", None)
+        engine, *_ = deepspeed.initialize(model=policy, config=config)
+        return lambda: contextlib.nullcontext(engine)
+
+    @contextlib.contextmanager
+    def scoring() -> Iterator[nn.Module]:
+        policy.to(dist.device)
+        with dist.accelerator.autocast():
+            yield policy
+        if offload:
+            policy.to("cpu")
+
+    policy.to("cpu" if offload else dist.device)
+    return scoring
+
+
 class Updater:
     """The policy, its AdamW optimiser and their parallel wrapper.
 
-    policy: the unwrapped `Policy` on the device, for passes without gradient and for generation.
+    policy: the unwrapped `Policy` on the device, for passes without gradient and for generation. Parameters that
+    require no gradient stay as they are.
     skipped: updates skipped so far because of a non-finite loss or gradient.
+    version: grows whenever the weights change.
     """
 
     def __init__(
@@ -252,18 +342,15 @@ class Updater:
         self.policy = policy
         self.max_grad_norm = max_grad_norm
         self.skipped = 0
+        self.version = 0
         if not dist.zero_stage:
             policy.to(dist.device)
         policy.train()
-        optimizer = torch.optim.AdamW(
-            policy.parameters(), lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
-        )
+        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
         if dist.zero_stage:
             if dist.zero_stage == 3:
-                import deepspeed
-
-                # `Policy` uses the weight of the output head without calling the head
-                deepspeed.zero.register_external_parameter(policy, policy.model.get_output_embeddings().weight)
+                _declare_head(policy)
             self.model, _ = dist.accelerator.prepare(policy, optimizer)
             self.optimizer = self.model.optimizer
         else:
@@ -295,6 +382,7 @@ class Updater:
                     loss.backward()
         grad_norm, applied = self._zero_step() if self.dist.zero_stage else self._step()
         self.skipped += not applied
+        self.version += applied
         return grad_norm
 
     def _accumulation(self, last: bool) -> contextlib.AbstractContextManager:
@@ -306,12 +394,13 @@ class Updater:
         return contextlib.nullcontext()
 
     def _step(self) -> tuple[float, bool]:
-        norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm or math.inf).item()
-        applied = math.isfinite(norm)
+        norm = total_norm(parameter.grad for parameter in self.policy.parameters() if parameter.grad is not None)
+        applied = bool(norm.isfinite())
         if applied:
+            nn.utils.clip_grads_with_norm_(self.policy.parameters(), self.max_grad_norm or math.inf, norm)
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return norm, applied
+        return norm.item(), applied
 
     def _zero_step(self) -> tuple[float, bool]:
         self.model.step()  # clips, and skips itself where the norm is not finite
@@ -327,7 +416,8 @@ class Updater:
         """Give the Hugging Face model with whole weights, in the type that training computes in.
 
         Under ZeRO-3 the weights are gathered for the time of the block, in which ranks may make as many forwards as
-        they like: DeepSpeed's hooks, which gather and release weights in every forward, are taken off.
+        they like: DeepSpeed's hooks, which gather and release weights in every forward, are taken off. Decoding takes a
+        fifth of the time that it takes with them (135M weights, two CPU ranks), and room for the whole weights.
         """
         if self.dist.zero_stage == 3:
             import deepspeed
@@ -346,6 +436,37 @@ class Updater:
             with self.dist.accelerator.autocast():
                 yield self.policy.model
 
+    def whole_weights(self, part_bytes: int) -> Iterator[dict[str, Tensor]]:
+        """Yield the Hugging Face model's weights by name, in parts of at most so many bytes or of one weight.
+
+        Tied weights come under each of their names. Under ZeRO-3 a part is gathered, and whole only until the next is
+        taken; all ranks must take all parts.
+        """
+        parts: list[dict[str, nn.Parameter]] = [{}]
+        size = 0
+        for name, weight in self.policy.model.named_parameters(remove_duplicate=False):
+            own = getattr(weight, "ds_numel", weight.numel()) * weight.element_size()
+            if size + own > part_bytes and parts[-1]:
+                parts.append({})
+                size = 0
+            parts[-1][name] = weight
+            size += own
+        for part in parts:
+            whole: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+            if self.dist.zero_stage == 3:
+                import deepspeed
+
+                once = {id(weight): weight for weight in part.values()}
+                whole = deepspeed.zero.GatheredParameters(list(once.values()))
+            with whole:
+                yield {name: weight.detach() for name, weight in part.items()}
+
+    @contextlib.contextmanager
+    def without_adapters(self) -> Iterator[nn.Module]:
+        """Give the model without its adapters, called like `Policy`, for forwards without gradient."""
+        with adapters_off(self.policy.model):
+            yield self.model
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return the weights of the Hugging Face model for `save_pretrained`; all ranks must call, rank 0 has them."""
         if self.dist.zero_stage < 3:
@@ -353,17 +474,73 @@ class Updater:
         weights = self.dist.accelerator.get_state_dict(self.model) or {}
         return {name.removeprefix("model."): weight for name, weight in weights.items()}
 
-    def save(self, folder: Path) -> None:
-        """Write the optimiser, and with ZeRO also the (master) weights, into an existing folder. All ranks call."""
-        if self.dist.zero_stage:
-            self.model.save_checkpoint(str(folder), tag="zero")
-        elif self.dist.is_main:
-            torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
-        self.dist.barrier()
+    @property
+    def updates(self) -> int:
+        """Updates that AdamW has applied, as its bias correction counts them."""
+        return max((int(state["step"]) for state in self._adam.state.values() if state), default=0)
 
-    def load(self, folder: Path) -> None:
-        """Restore what `save` wrote; without ZeRO the weights are those the policy was loaded with. All ranks call."""
-        if self.dist.zero_stage:
-            self.model.load_checkpoint(str(folder), tag="zero")
-        else:
-            self.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu"))
+    def pieces(self) -> list[Piece]:
+        """Return this rank's part of the trainable weights and of AdamW's averages, as views in full precision.
+
+        Names are <parameter>/weight, /exp_avg and /exp_avg_sq; there are no averages before the first update. With ZeRO
+        the parts of all ranks make up the whole; without it every rank has all.
+        """
+        found = []
+        for name, start, tensor, offset, length in self._parts():
+            averages = {key: value for key, value in self._adam.state[tensor].items() if key.startswith("exp_avg")}
+            for key, value in {"weight": tensor.detach(), **averages}.items():
+                found.append(Piece(f"{name}/{key}", start, value.view(-1).narrow(0, offset, length)))
+        return found
+
+    @contextlib.contextmanager
+    def restoring(self, updates: int) -> Iterator[list[Piece]]:
+        """Give the pieces of an optimiser that has made `updates`, to be filled in the block. All ranks must call."""
+        if self.dist.zero_stage == 3:
+            self.optimizer.checkpoint_event_prologue()  # weights that are whole would hide the new ones
+        for tensor in {id(part[2]): part[2] for part in self._parts()}.values():
+            state = self._adam.state[tensor]
+            if updates == 0:
+                state.clear()
+            elif not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(tensor), torch.zeros_like(tensor)
+            if state:
+                state["step"].fill_(updates)
+        yield self.pieces()
+        self.version += 1
+        if self.dist.zero_stage == 3:
+            whole, master = self.optimizer.fp16_partitioned_groups_flat, self.optimizer.fp32_partitioned_groups_flat
+            for computed, own in zip(whole, master):
+                computed.data.copy_(own.data)
+            self.optimizer.checkpoint_event_epilogue()
+        elif self.dist.zero_stage:
+            self.optimizer.update_lp_params()
+
+    @property
+    def _adam(self) -> torch.optim.Optimizer:
+        return self.optimizer.optimizer if self.dist.zero_stage else self.optimizer
+
+    def _parts(self) -> Iterator[tuple[str, int, Tensor, int, int]]:
+        """Yield (name, start, tensor, offset, length) of this rank's part of each trainable parameter.
+
+        From `start` on, the parameter's elements are those of the optimiser's own tensor from `offset` on.
+        """
+        for name, parameter in self.policy.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if self.dist.zero_stage == 3:
+                # equal parts, the last ones padded
+                group, offset, size = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
+                start = self.dist.rank * size
+                length = min(size, parameter.ds_numel - start)
+                if length > 0:
+                    yield name, start, self.optimizer.fp32_partitioned_groups_flat[group], offset, length
+            elif self.dist.zero_stage:
+                # the parameters in a row are cut without regard to where one ends
+                mapping = parameter._hp_mapping
+                if mapping is not None:
+                    tensor = self._adam.param_groups[mapping.param_group_index]["params"][0]
+                    own = mapping.hp_fragment_address
+                    yield name, mapping.lp_fragment_address.start, tensor, own.start, own.numel
+            else:
+                yield name, 0, parameter, 0, parameter.numel()

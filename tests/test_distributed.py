@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import DistributedType
 
 from benchmarks.loss import ACCELERATE, TORCHRUN, launch, relative_error, update_error
-from sapo.distributed import setup, warmup_lr, zero_config
+from sapo.distributed import setup, total_norm, warmup_lr, zero_config
 
 ROWS = ("--rows", "1", "8")
 
@@ -99,6 +99,12 @@ def test_clipping_scales_the_gradient_to_the_bound(single):
     assert relative_error(result["clipped"], scaled) <= 1e-5
 
 
+def test_the_norm_of_a_large_gradient_is_exact():
+    assert total_norm([torch.tensor([3.0]), torch.tensor([[4.0]], dtype=torch.bfloat16)]).item() == 5.0
+    large = torch.full((20_000_000,), 0.1)  # summed in float32 it is off by several parts in a thousand
+    assert total_norm([large]).item() == pytest.approx(0.1 * 20_000_000**0.5, rel=1e-7)
+
+
 def test_warm_up_starts_above_zero_and_stays_at_the_peak():
     rates = [warmup_lr(update, peak=2e-4, warmup_updates=4) for update in (1, 2, 3, 4, 5, 100)]
     assert rates == pytest.approx([5e-5, 1e-4, 1.5e-4, 2e-4, 2e-4, 2e-4])
@@ -133,6 +139,20 @@ def test_a_launcher_that_shards_by_itself_is_refused(kind, monkeypatch):
 def test_settings_that_cannot_be_combined():
     with pytest.raises(ValueError, match="float64"):
         setup(zero_stage=2, dtype="float64")
+
+
+def test_a_missing_deepspeed_is_named_with_the_fix(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(RuntimeError, match="zero_stage = 2 shards by DeepSpeed.*pip install.*or set .*zero_stage to 0"):
+        setup(zero_stage=2)
+
+
+def test_a_gpu_without_bfloat16_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    with pytest.raises(ValueError, match="Tesla T4 does not compute in it .*: set model.dtype to float32"):
+        setup(dtype="bfloat16")
 
 
 def test_zero_config_keeps_float32_gradients_and_offloads_on_request():
