@@ -1,6 +1,6 @@
 """Train a search agent with SAPO (Search Agent Policy Optimization, arXiv 2603.10069).
 
-    accelerate launch train.py --config configs/quickstart.yaml [key.sub=value ...] [--resume] [--dry-run]
+    accelerate launch train.py --config configs/quickstart.yaml [key.sub=value ...] [--resume [CHECKPOINT]] [--dry-run]
 
 One step, top to bottom in `train`: questions -> rollouts (policy and retriever) -> rewards -> group advantages ->
 old logprobs -> SAPO updates -> metrics -> evaluation -> checkpoint.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import itertools
 import json
 import os
@@ -17,7 +18,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -47,19 +49,25 @@ from sapo.assemble import (
     quieten,
     rollout_budget,
     rollout_sampling,
+    sampling_with,
     source_commit,
+    start_vllm,
 )
 from sapo.baselines import LOSSES
 from sapo.batch import Minibatch, level_ranks, plan_step
-from sapo.checkpoint import checkpoint_step, list_checkpoints, load_checkpoint, rewind, save_checkpoint
+from sapo.checkpoint import CheckpointWriter, checkpoint_step, fault, list_checkpoints, load_checkpoint, rewind
 from sapo.config import Config, batch_plan, config_warnings, load_config, to_yaml
 from sapo.data import spare_questions, step_questions
-from sapo.diagnostics import RULES, Alarm, DriftAlarm, DriftStop, StepStats, judge, token_kinds
-from sapo.distributed import Distributed, Updater, setup, warmup_lr
+from sapo.diagnostics import MAX_TURN, RULES, Alarm, DriftAlarm, DriftStop, StepStats, judge, token_kinds
+from sapo.distributed import Distributed, Updater, frozen_reference, setup, warmup_lr
 from sapo.engine.hf import HFEngine
+from sapo.engine.vllm import Engine, require_vllm
 from sapo.evaluation import trajectory_row, write_atomically, write_rows
+from sapo.launch import check_agreement, overruled, source_hashes
+from sapo.lora import add_adapters, require_peft
 from sapo.loss import policy_loss
 from sapo.metrics import MetricsLogger, finalise, rollout_metrics
+from sapo.plan import plan_here
 from sapo.policy import Policy, load_policy, load_tokenizer
 from sapo.protocol import PROTOCOLS
 from sapo.report import write_report
@@ -67,13 +75,15 @@ from sapo.reward import reward
 from sapo.rollout import RolloutTimes, rollout
 from sapo.types import Batch, Question, Trajectory
 from sapo.warm_start import show_progress, warm_start
+from sapo.watch import Watch
 
-# A resumed run may differ from its first part in these keys only: none changes what a step computes (but for
-# drift.rollback_lr_factor once there was a rollback).
+# A resumed run may differ from its first part in these keys only: none changes what a step computes, up to
+# rounding (but for drift.rollback_lr_factor once there was a rollback).
 MAY_CHANGE = (
     "output_dir", "optim.steps", "optim.micro_batch", "optim.packing", "optim.max_nonfinite", "eval.", "checkpoint.",
-    "logging.", "distributed.offload", "distributed.timeout_s", "model.threads", "model.gradient_checkpointing",
-    "rollout.prefill_tokens", "rollout.max_rows", "retriever.url", "retriever.timeout_s", "drift.",
+    "logging.", "distributed.", "model.threads", "model.gradient_checkpointing", "rollout.prefill_tokens",
+    "rollout.max_rows", "rollout.vllm.", "retriever.url", "retriever.token_env", "retriever.node_server",
+    "retriever.timeout_s", "drift.",
 )  # fmt: skip
 
 DRIFT_STATUS = 3  # exit status of a run that the drift alarm stopped
@@ -92,8 +102,9 @@ class Trainer:
     retriever: Retriever
     tokenizer: Any
     updater: Updater
-    reference: Policy | None  # frozen starting model; None when ref_kl_beta is 0
-    engine: HFEngine
+    # opens a block in which the starting model scores; None when ref_kl_beta is 0
+    reference: Callable[[], AbstractContextManager[torch.nn.Module]] | None
+    engine: Engine
     alarm: DriftAlarm
     start_model: str
     steps_done: int
@@ -102,6 +113,8 @@ class Trainer:
 def train(trainer: Trainer, logger: MetricsLogger, stop: StopRequest) -> None:
     """Run the steps after `trainer.steps_done`, and count them there."""
     config, dist, updater = trainer.config, trainer.dist, trainer.updater
+    kept = config.checkpoint.model_dump(exclude={"every_steps"})
+    writer = CheckpointWriter(config.run_dir, dist, updater, trainer.tokenizer, **kept)
     if trainer.steps_done == 0 and config.eval.at_start:
         logger.log(0, evaluate(trainer, logger, 0))
     stopping = False
@@ -163,16 +176,19 @@ def train(trainer: Trainer, logger: MetricsLogger, stop: StopRequest) -> None:
         trainer.steps_done = step
         if due(config.checkpoint.every_steps, step) or last or (alarms and config.drift.action == "stop"):
             state = {"skipped_updates": updater.skipped, "drift": trainer.alarm.state()}
-            keep = config.checkpoint.keep if trainer.alarm.calm else None  # what is from before the drift stays
-            save_checkpoint(config.run_dir, step, dist, updater, trainer.tokenizer, state, keep)
+            drifting = not trainer.alarm.calm  # then what is from before stays
+            writer.save(step, state, em=metrics.get("eval/heldout/em"), keep_all=drifting)
         if updater.skipped > config.optim.max_nonfinite:
+            writer.finish()
             raise RuntimeError(
                 f"{updater.skipped} updates had a loss or gradient that is not finite (optim.max_nonfinite = "
                 f"{config.optim.max_nonfinite}): the run has diverged. Start another (name=...) with a lower optim.lr, "
                 f"from the beginning or with model.path=<an earlier step>/model of {config.run_dir / 'checkpoints'}"
             )
         if alarms and not stopping:
+            writer.finish()
             answer_alarms(trainer, logger, alarms)
+    writer.finish()
 
 
 @dataclass(frozen=True)
@@ -256,7 +272,7 @@ def total_times(parts: Sequence[RolloutTimes]) -> RolloutTimes:
 def roll_out(trainer: Trainer, questions: Sequence[Question], step: int) -> tuple[list[Trajectory], RolloutTimes]:
     """Sample this rank's trajectories of a step with the current weights."""
     config = trainer.config
-    with trainer.updater.generation():
+    with sampling_with(trainer.engine, trainer.updater):
         return rollout(
             trainer.engine,
             trainer.retriever,
@@ -283,18 +299,21 @@ def score_minibatches(trainer: Trainer, minibatches: list[Minibatch]) -> list[Mi
     """
     temperature = trainer.config.rollout.temperature
 
-    def score(batch: Batch, *, old: bool) -> Batch:
-        logprobs = {}
-        if old:
-            logprobs["old_logprobs"], _ = trainer.updater.model(batch.input_ids, batch.loss_mask, temperature)
-        if trainer.reference is not None:
-            logprobs["ref_logprobs"], _ = trainer.reference(batch.input_ids, batch.loss_mask, temperature)
-        return dataclasses.replace(batch, **logprobs)
+    def fill_in(name: str, model: torch.nn.Module, minibatch: Minibatch) -> Minibatch:
+        return dataclasses.replace(
+            minibatch,
+            micro_batches=[
+                dataclasses.replace(batch, **{name: model(batch.input_ids, batch.loss_mask, temperature)[0]})
+                for batch in minibatch.micro_batches
+            ],
+        )
 
-    return [
-        dataclasses.replace(m, micro_batches=[score(batch, old=index > 0) for batch in m.micro_batches])
-        for index, m in enumerate(minibatches)
-    ]
+    first, *others = minibatches
+    minibatches = [first, *(fill_in("old_logprobs", trainer.updater.model, minibatch) for minibatch in others)]
+    if trainer.reference is not None:
+        with trainer.reference() as model:
+            minibatches = [fill_in("ref_logprobs", model, minibatch) for minibatch in minibatches]
+    return minibatches
 
 
 def update(trainer: Trainer, minibatch: Minibatch, step: int, stats: StepStats) -> None:
@@ -355,12 +374,14 @@ def step_metrics(
     """Return the metrics of a step and of each of its updates: sums over counts, quantiles over every sampled token."""
     config, dist = trainer.config, trainer.dist
     sums = rollout_metrics(trajectories, rewards, config.rollout.group_size)
-    mismatch = sum(
-        float(((b.old_logprobs - b.sampling_logprobs).abs() * b.loss_mask).sum())
-        for minibatch in minibatches
-        for b in minibatch.micro_batches
-    )
-    sums |= {"mismatch": mismatch, "queries": times.queries, "unique_queries": times.unique_queries}
+    turns = range(1, min(config.rollout.max_searches + 1, MAX_TURN) + 1)
+    mismatch = torch.zeros(len(turns) + 1, 2, dtype=torch.float64)  # by turn: sum over tokens, number of tokens
+    for batch in (batch for minibatch in minibatches for batch in minibatch.micro_batches):
+        apart = (batch.old_logprobs - batch.sampling_logprobs).abs() * batch.loss_mask
+        columns = torch.stack([apart.flatten(), batch.loss_mask.flatten()], 1).double()
+        mismatch += columns.new_zeros(mismatch.shape).index_add_(0, batch.turn.flatten().long(), columns).cpu()
+    sums |= {f"mismatch_{n}_{i}": float(mismatch[n, i]) for n in turns for i in (0, 1)}
+    sums |= {"queries": times.queries, "unique_queries": times.unique_queries}
     sums["drawn_tokens"] = times.sampled_tokens  # also of groups that were replaced
     peak_bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident_peak_bytes()
     maxima = {
@@ -374,9 +395,11 @@ def step_metrics(
     metrics = finalise(total) | {name: total[name] for name in maxima}
 
     of_step, of_updates = stats.metrics(config.rollout.max_searches + 1, dist.sum_tensor)
-    sampled_tokens = sum(minibatch.counts.tokens for minibatch in minibatches)
+    apart, tokens = (sum(total[f"mismatch_{n}_{i}"] for n in turns) for i in (0, 1))
+    by_turn = {n: (total[f"mismatch_{n}_0"], total[f"mismatch_{n}_1"]) for n in turns}
+    metrics |= {f"turn/engine_mismatch_{n}": summed / count for n, (summed, count) in by_turn.items() if count}
     metrics |= of_step | {
-        "policy/engine_mismatch": total["mismatch"] / max(sampled_tokens, 1),
+        "policy/engine_mismatch": apart / max(tokens, 1),
         "optim/lr": learning_rate(trainer, trainer.steps_done + 1),
         "optim/skipped_updates": float(trainer.updater.skipped),
         "rollout/unique_query_frac": total["unique_queries"] / max(total["queries"], 1),
@@ -415,23 +438,25 @@ def roll_back(trainer: Trainer, logger: MetricsLogger, checkpoint: Path) -> None
 
     What was done since is kept in the run's folder rollback_<n>, but for the checkpoints, which are deleted.
     """
-    config, dist, updater = trainer.config, trainer.dist, trainer.updater
     rollbacks = trainer.alarm.rollbacks + 1
-    if not dist.zero_stage:  # with ZeRO the weights are part of the trainer's state
-        saved, _ = load_policy(str(checkpoint / "model"), dtype=dist.weights_dtype)
-        updater.policy.model.load_state_dict(saved.state_dict())
     restore(trainer, checkpoint)
     trainer.alarm.rollbacks = rollbacks
-    undone = config.run_dir / f"rollback_{rollbacks}"
+    undo_later_steps(trainer, logger, f"rollback_{rollbacks}", keep_checkpoints=False)
+
+
+def undo_later_steps(trainer: Trainer, logger: MetricsLogger, folder: str, *, keep_checkpoints: bool) -> None:
+    """Move what the run wrote after the steps that the trainer has done to a folder of the run."""
+    dist, run_dir = trainer.dist, trainer.config.run_dir
     dist.barrier()
     if dist.is_main:
-        rewind(config.run_dir, trainer.steps_done, undone, {"drift": trainer.alarm.state()})
-        logger.rewind(trainer.steps_done, undone)
+        state = {"drift": trainer.alarm.state()}
+        rewind(run_dir, trainer.steps_done, run_dir / folder, state, keep_checkpoints)
+        logger.rewind(trainer.steps_done, run_dir / folder)
     dist.barrier()
 
 
 def restore(trainer: Trainer, checkpoint: Path) -> None:
-    """Restore the trainer's state and counters from a checkpoint whose weights are loaded, or, with ZeRO, those too."""
+    """Restore the weights, the trainer's state and its counters from a checkpoint."""
     state = load_checkpoint(checkpoint, trainer.dist, trainer.updater)
     trainer.updater.skipped = state["skipped_updates"]
     trainer.alarm.restore(state.get("drift", {}))
@@ -448,7 +473,7 @@ def evaluate(trainer: Trainer, logger: MetricsLogger, step: int) -> dict[str, fl
     model = trainer.start_model if step == 0 else str(config.run_dir / "checkpoints" / f"step_{step}" / "model")
     for name, sampling in eval_decodings(config).items():
         conditions = evaluation_conditions(config, questions, sampling, model, step, trainer.retriever.info())
-        with trainer.updater.generation():
+        with sampling_with(trainer.engine, trainer.updater):
             result = evaluate_engine(
                 config,
                 dist,
@@ -552,29 +577,62 @@ def make_warm_start(config: Config, *, faults: bool, show: bool = False) -> Path
     )
 
 
-def open_run(config: Config, resume: bool) -> Path | None:
+def open_run(config: Config, resume: str | None, force: bool, dist: Distributed) -> Path | None:
     """Check that the run folder may be used; return the checkpoint to resume from (None: from the start).
 
-    Raises ValueError when the folder exists and was not to be resumed, or holds a run of other settings.
+    resume: None, "latest", or a checkpoint of this run. The latest that is whole is taken, with a warning when there is
+    a later one. All ranks must call. Raises ValueError when the folder exists and was not to be resumed, holds a run of
+    other settings that `force` does not accept, or has not the checkpoint asked for.
     """
-    run_dir, saved = config.run_dir, config.run_dir / "config.yaml"
+    run_dir = config.run_dir
     if not run_dir.exists():
+        if resume not in (None, "latest"):
+            raise ValueError(f"there is no run {run_dir} that could go on from {resume}: check output_dir and name")
         return None
-    if not resume:
+    if resume is None:
         raise ValueError(
             f"{run_dir} exists: go on with that run by --resume, or give this one another name (name=...); "
             "a run is never overwritten"
         )
-    if saved.exists():
-        before, now = flat(load_config(saved).model_dump(mode="json")), flat(config.model_dump(mode="json"))
-        changed = [key for key in now if before.get(key) != now[key] and not key.startswith(MAY_CHANGE)]
-        if changed:
-            raise ValueError(
-                f"{run_dir} was started with other settings ({', '.join(changed)}): resume it with its own, saved in "
-                f"{saved}, or give this run another name (name=...)"
-            )
+    changed = changed_settings(config)
+    if changed and not force:
+        lines = "; ".join(f"{key} was {before!r}, is {now!r}" for key, (before, now) in changed.items())
+        raise ValueError(
+            f"{run_dir} was started with other settings ({lines}): resume it with its own, saved in "
+            f"{run_dir / 'config.yaml'}, accept these by --force, or give this run another name (name=...)"
+        )
     checkpoints = list_checkpoints(run_dir)
-    return checkpoints[-1] if checkpoints else None
+    if resume != "latest":
+        places = [checkpoint.resolve() for checkpoint in checkpoints]
+        if (asked := Path(resume).resolve()) not in places:
+            names = ", ".join(checkpoint.name for checkpoint in checkpoints) or "none"
+            raise ValueError(
+                f"--resume {resume} is no complete checkpoint of {run_dir / 'checkpoints'}, which has {names}; to "
+                f"start another run from its weights, set model.path={resume}/model"
+            )
+        checkpoints = checkpoints[: places.index(asked) + 1]
+    while checkpoints:
+        checkpoint = checkpoints.pop()
+        found = next(filter(None, dist.gather_objects(fault(checkpoint, dist.rank, dist.world_size))), None)
+        if found is None:
+            return checkpoint
+        before = checkpoints[-1] if checkpoints else None
+        if resume != "latest" or before is None:
+            way = f"from the one before, by --resume {before}" if before else "under another name (name=...), anew"
+            raise ValueError(f"{checkpoint} is damaged: {found}. Go on {way}")
+        if dist.is_main:
+            print(f"warning: {checkpoint} is damaged: {found}; going on from {before}", file=sys.stderr)
+    return None
+
+
+def changed_settings(config: Config) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that the run was started with and its present ones, where a resume may not change them."""
+    saved = config.run_dir / "config.yaml"
+    if not saved.exists():
+        return {}
+    before, now = flat(load_config(saved).model_dump(mode="json")), flat(config.model_dump(mode="json"))
+    keys = [key for key in now | before if before.get(key) != now.get(key) and not key.startswith(MAY_CHANGE)]
+    return {key: (before.get(key), now.get(key)) for key in keys}
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -587,14 +645,27 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def write_run_record(config: Config, **fields: Any) -> None:
     """Update runs/<name>/run.json: commit, versions, status."""
+    write_atomically(config.run_dir / "run.json", json.dumps(run_record(config) | fields, indent=1) + "\n")
+
+
+def run_record(config: Config) -> dict[str, Any]:
     path = config.run_dir / "run.json"
-    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    write_atomically(path, json.dumps(record | fields, indent=1) + "\n")
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def run(config: Config, *, resume: bool, dry_run: bool) -> None:
+def run(config: Config, watch: Watch, *, resume: str | None, force: bool, dry_run: bool) -> None:
     """Check everything, then train, and leave a report whatever happens."""
     began = time.monotonic()
+    watch.silence_s = config.distributed.silence_s
+    warnings = config_warnings(config) + overruled(
+        os.environ,
+        **config.distributed.model_dump(include={"zero_stage", "offload_optimizer", "offload_params"}),
+        dtype=config.model.dtype,
+        max_grad_norm=config.optim.max_grad_norm,
+        gpus=torch.cuda.device_count(),
+    )
+    if dry_run:
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     dist = setup(  # a dry run computes nothing, so it needs neither DeepSpeed nor a GPU
         zero_stage=0 if dry_run else config.distributed.zero_stage,
         dtype="float32" if dry_run else config.model.dtype,
@@ -607,8 +678,13 @@ def run(config: Config, *, resume: bool, dry_run: bool) -> None:
     try:
         if config.model.threads is not None:
             torch.set_num_threads(config.model.threads)
+        check_ranks(config, dist)
         plan = batch_plan(config, dist.world_size)
-        checkpoint = open_run(config, resume)
+        if config.model.lora is not None:
+            require_peft()
+        if config.rollout.engine == "vllm":
+            require_vllm()
+        checkpoint = open_run(config, resume, force, dist)
         if checkpoint is not None and checkpoint_step(checkpoint) >= config.optim.steps:
             if dist.is_main:
                 steps = checkpoint_step(checkpoint)
@@ -616,18 +692,23 @@ def run(config: Config, *, resume: bool, dry_run: bool) -> None:
             return
         if dist.is_main:
             print(plan)
-            for warning in config_warnings(config):
+            for warning in warnings:
                 print(f"warning: {warning}", file=sys.stderr)
         sources = load_sources(config, write=dist.is_main)
         dist.barrier()
         retriever = connect_retriever_in_turn(config, sources, dist)
+        check_data(dist, sources, retriever)
         if dry_run:
             check_model(config)
             if dist.is_main:
+                print(plan_here(config, dist.world_size))
                 print(f"dry run: {len(sources.train)} training and {len(sources.heldout)} held-out questions, "
                       f"{retriever.info().passages} passages; nothing was trained")  # fmt: skip
             return
         if dist.is_main:
+            if changed := changed_settings(config):
+                forced = {"from": str(checkpoint), "changed": changed}
+                write_run_record(config, forced=[*run_record(config).get("forced", []), forced])
             config.run_dir.mkdir(parents=True, exist_ok=True)
             write_atomically(config.run_dir / "config.yaml", to_yaml(config))
             write_run_record(
@@ -638,17 +719,20 @@ def run(config: Config, *, resume: bool, dry_run: bool) -> None:
                 world_size=dist.world_size,
                 started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 status="running",
+                stopped_by=None,
             )
+            watch.on_end = lambda reason: write_run_record(config, status="failed", stopped_by=reason)
         dist.barrier()
         models = prepare_models(config, dist)
         if dist.is_main:
             write_run_record(config, **models)
         trainer = assemble(config, dist, sources, retriever, models["start_model"], checkpoint)
         wandb = config.logging.wandb
+        latest = max(map(checkpoint_step, list_checkpoints(config.run_dir)), default=-1)
         with MetricsLogger(
             config.run_dir,
             config.optim.steps,
-            resume_step=trainer.steps_done if checkpoint is not None else -1,  # -1: the row of step 0 is made again
+            resume_step=latest,  # -1: the row of step 0 is made again
             enabled=dist.is_main,
             console=config.logging.console,
             wandb={"mode": wandb.mode, "project": wandb.project, "entity": wandb.entity, "group": wandb.group},
@@ -656,6 +740,9 @@ def run(config: Config, *, resume: bool, dry_run: bool) -> None:
         ) as logger:
             status = "failed"
             try:
+                if trainer.steps_done < latest:
+                    stamp = datetime.now(timezone.utc).strftime("%Y%m%d_%H%M%S")
+                    undo_later_steps(trainer, logger, f"undone_{stamp}", keep_checkpoints=True)
                 with StopRequest(show=dist.is_main) as stop:
                     train(trainer, logger, stop)
                 status = "finished" if trainer.steps_done >= config.optim.steps else "interrupted"
@@ -676,6 +763,24 @@ def run(config: Config, *, resume: bool, dry_run: bool) -> None:
     finally:
         if sys.exc_info()[0] in (None, DriftStop):  # where all ranks come; a launcher ends the others after the first
             dist.end()
+
+
+def check_ranks(config: Config, dist: Distributed) -> None:
+    """Raise RuntimeError when ranks differ in code, settings or packages: they would train apart or hang."""
+    facts: dict[str, Any] = {f"setting {key}": value for key, value in flat(config.model_dump(mode="json")).items()}
+    facts |= {f"package {name}": version for name, version in package_versions().items()}
+    facts |= {f"file {name}": content for name, content in source_hashes().items()}
+    fix = "Start every node in the same environment, from the same checkout, with the same command"
+    check_agreement(facts, dist.gather_objects, fix)
+
+
+def check_data(dist: Distributed, sources: Sources, retriever: Retriever) -> None:
+    """Raise RuntimeError when ranks hold different questions or passages."""
+    facts = {f"retriever's {name}": value for name, value in dataclasses.asdict(retriever.info()).items()}
+    for name, questions in (("training", sources.train), ("held-out", sources.heldout)):
+        content = hashlib.sha256(repr(questions).encode()).hexdigest()[:8]
+        facts[f"number and hash of the {name} questions"] = f"{len(questions)} {content}"
+    check_agreement(facts, dist.gather_objects, "Give all nodes the same files under data and retriever")
 
 
 def check_model(config: Config) -> None:
@@ -701,8 +806,11 @@ def assemble(
 ) -> Trainer:
     """Load the policy, from the checkpoint when there is one, and wrap it for training."""
     loading = {"dtype": dist.weights_dtype, "attn_implementation": config.model.attn_implementation}
-    path = start_model if checkpoint is None else str(checkpoint / "model")
+    lora = config.model.lora
+    path = start_model if checkpoint is None or lora else str(checkpoint / "model")
     model, tokenizer = load_policy(path, gradient_checkpointing=config.model.gradient_checkpointing, **loading)
+    if lora is not None:
+        add_adapters(model, **lora.model_dump(), seed=config.seed, base=start_model)
     updater = Updater(
         dist,
         Policy(model, packed=config.optim.packing == "packed"),
@@ -712,11 +820,16 @@ def assemble(
         max_grad_norm=config.optim.max_grad_norm,
     )
     reference = None
-    if config.loss.ref_kl_beta:
-        reference_model, _ = load_policy(start_model, **loading)
-        reference = Policy(reference_model, packed=config.optim.packing == "packed")
-        reference = reference.to(dist.device).eval().requires_grad_(False)
-    engine = HFEngine(model, tokenizer, prefill_tokens=config.rollout.prefill_tokens)
+    if config.loss.ref_kl_beta and lora is not None:
+        reference = updater.without_adapters
+    elif config.loss.ref_kl_beta:
+        frozen = Policy(load_policy(start_model, **loading)[0], packed=config.optim.packing == "packed")
+        reference = frozen_reference(dist, frozen, offload=config.distributed.offload_reference)
+    engine: Engine
+    if config.rollout.engine == "vllm":
+        engine = start_vllm(config, updater, tokenizer)
+    else:
+        engine = HFEngine(model, tokenizer, prefill_tokens=config.rollout.prefill_tokens)
     drift = config.drift
     alarm = DriftAlarm(drift.model_dump(include=set(RULES)), drift.window, drift.patience)
     trainer = Trainer(
@@ -731,21 +844,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", required=True, help="YAML file, for example configs/quickstart.yaml")
-    parser.add_argument("--resume", action="store_true", help="go on with the run folder of this config")
+    parser.add_argument(
+        "--resume", nargs="?", const="latest", metavar="CHECKPOINT",
+        help="go on with the run folder of this config, from the latest checkpoint or from this one",
+    )  # fmt: skip
+    parser.add_argument("--force", action="store_true", help="resume with settings that differ from the run's")
     parser.add_argument("--dry-run", action="store_true", help="check everything, train nothing")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that differ from the file")
     options = parser.parse_intermixed_args(arguments)
+    if "=" in (options.resume or ""):  # --resume key=value
+        options.overrides.insert(0, options.resume)
+        options.resume = "latest"
     quieten()
     keep_freed_memory()
-    try:
-        run(load_config(options.config, options.overrides), resume=options.resume, dry_run=options.dry_run)
-    except DriftStop as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return DRIFT_STATUS
-    except Exception as error:
-        return print_user_error(error)
-    except KeyboardInterrupt:
-        return 130
+    with Watch() as watch:
+        try:
+            config = load_config(options.config, options.overrides)
+            run(config, watch, resume=options.resume, force=options.force, dry_run=options.dry_run)
+        except DriftStop as error:
+            if watch.rank == 0:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            return DRIFT_STATUS
+        except Exception as error:
+            return print_user_error(error) if watch.fail(error) else 1
+        except KeyboardInterrupt as error:
+            watch.fail(error)
+            return 130
     return 0
 
 

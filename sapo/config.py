@@ -1,7 +1,8 @@
 """The whole configuration: schema, YAML files, overrides, validation, batch arithmetic.
 
-Four layers, later ones win: defaults here < the file named by the config's `preset` key < the config file <
-`key.sub=value` overrides. Every problem is found before a model is loaded and raised as one `ConfigError` paragraph.
+Five layers, later ones win: defaults here < the file named by the config's `base` key < that named by `preset` < the
+config file < `key.sub=value` overrides. Every problem is found before a model is loaded and raised as one `ConfigError`
+paragraph.
 """
 
 from __future__ import annotations
@@ -37,6 +38,17 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 Paths = Annotated[list[Path], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
+class LoraSettings(Section):
+    rank: Count = 16
+    """Rank of the adapters (r)."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The product of an adapter's two matrices is scaled by alpha / rank."""
+    target_modules: Annotated[list[str], Field(min_length=1)] = [
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    ]
+    """Last part of the names of the linear layers that get an adapter; the output head takes none."""
+
+
 class ModelSettings(Section):
     path: str = ""
     """Hugging Face folder or hub id of the policy. Empty: the model that `warm_start` makes."""
@@ -46,6 +58,9 @@ class ModelSettings(Section):
     """Attention kernel of training and generation; both take the per-row masks that the engine needs."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: about a third more time for far less memory."""
+    lora: LoraSettings | None = None
+    """Train low-rank adapters (peft) and freeze the model, whose adapters off are then the reference of
+    loss.ref_kl_beta; null trains all weights."""
     threads: Count | None = None
     """CPU threads of each process; null leaves torch's default. With one process per core, 1 is fastest."""
 
@@ -71,25 +86,63 @@ class ProtocolSettings(Section):
 
 
 class RetrieverSettings(Section):
-    url: str = ""
-    """Base URL of a running retrieval server. Empty: `corpus` and `index` are opened, or a `world` brings its own."""
+    url: str | list[str] = ""
+    """Base URL of a running retrieval server, or a list of replicas that serve the same index. Empty: `corpus` and
+    `index` are opened, or a `world` brings its own."""
+    token_env: str = ""
+    """Environment variable that holds the token of the servers of `url`; empty sends none."""
+    corpus_id: str = ""
+    """Beginning of the sha256 that the corpus of the servers of `url` must have; empty takes any."""
     corpus: Path | None = None
     """Passages, JSONL of {id, contents} with contents = "Title"<newline>text."""
     index: Path | None = None
     """Index folder over `corpus`; a small one is made at the first start, others by `python -m retriever.build`."""
-    encoder: str = "hashed"
-    """Query encoder: `hashed` (built in, no weights) or a Hugging Face folder; must be the index's own."""
+    encoder: str | dict[str, str | bool | int] | None = None
+    """Query encoder: `hashed` (built in, no weights), a Hugging Face folder or hub id; must be the index's own. null is
+    the index's own, whatever it is, and `hashed` where an index is made; servers of `url` are not asked for it. A model
+    other than E5, BGE, GTE and Contriever also needs its pooling and prefixes: {name: MODEL, pooling: mean, normalize:
+    true, query_prefix: "", passage_prefix: ""}, and may have max_length (tokens)."""
+    kind: Literal["dense", "bm25", "hybrid"] = "dense"
+    """`dense` compares vectors, `bm25` counts words and needs no encoder, `hybrid` fuses the ranks of both."""
+    reranker: str = ""
+    """Hugging Face folder or hub id of a cross-encoder that puts the best 20 passages in order; empty is none."""
+    search_effort: Count | None = None
+    """Lists an IVF index looks into, or candidates an HNSW search keeps; null is as the index was built."""
+    gpu: bool = False
+    """Hold a copy of the index's vectors in float16, in equal parts on all visible GPUs (needs faiss-gpu)."""
     top_k: Count = 3
     """Passages returned for each search."""
+    node_server: Literal["auto", "always", "never"] = "auto"
+    """Without `url`: one server process for all ranks of a node (`always`), or the index opened by each rank (`never`).
+    `auto` serves when a node has several ranks and the corpus is over 100 MB: then one encoder and joint batches are
+    worth the way over HTTP. Vectors are memory-mapped, so a node holds them once in either case."""
+    threads: Count = 1
+    """CPU threads of one search, in each process that has the index open."""
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds to wait for one retrieval call, retries included, before the run stops with an error."""
+    """Seconds to wait for one retrieval call, retries included, before the run stops with an error; a server may be
+    restarted meanwhile."""
     max_query_chars: Count = 1000
     """Longer queries are cut to so many characters before they are sent."""
 
 
+class VllmSettings(Section):
+    memory_fraction: Fraction = 0.4
+    """Share of the GPU's memory that each process's engine may take, its copy of the weights included; on a CPU of the
+    machine's, of which it takes what rollout.max_rows trajectories need."""
+    sleep: bool = True
+    """Give that memory back while the trainer works, and take it again for each rollout; a CPU engine keeps it."""
+    update_bytes: Count = 1 << 30
+    """Bytes of weights on their way to the engine at a time; under ZeRO-3 so many are gathered."""
+    eager: bool = False
+    """Neither compile the model nor capture CUDA graphs: the engine starts sooner and decodes more slowly."""
+
+
 class RolloutSettings(Section):
-    engine: Literal["hf"] = "hf"
-    """What samples tokens; `hf` is the exact reference on transformers."""
+    engine: Literal["hf", "vllm"] = "hf"
+    """What samples tokens: `hf`, the exact reference on transformers, or `vllm`, faster and with a copy of the weights
+    (docs/gpu.md)."""
+    vllm: VllmSettings = VllmSettings()
+    """What only rollout.engine = vllm reads."""
     questions_per_step: Count = 256
     """Questions drawn in one step, over all ranks."""
     group_size: Count = 10
@@ -224,7 +277,8 @@ class LossSettings(Section):
     mismatch_cap: Annotated[float, Field(ge=1)] | None = None
     """Cap of that ratio (tis 2.0, mis 3.0)."""
     ref_kl_beta: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the k3 KL to the frozen starting model; 0 keeps no copy of that model."""
+    """Weight of the k3 KL to the frozen starting model. 0 keeps no copy of that model, nor does model.lora;
+    distributed.zero_stage 3 shards the copy, distributed.offload_reference keeps it in CPU memory."""
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the mean token entropy (nats) added to the objective."""
 
@@ -321,15 +375,31 @@ class DistributedSettings(Section):
     """Keep the optimiser state in CPU memory (zero_stage 1 to 3)."""
     offload_params: bool = False
     """Keep the weights in CPU memory between uses (zero_stage 3)."""
+    offload_reference: bool = False
+    """Keep the frozen model of loss.ref_kl_beta in CPU memory while it does not score (zero_stage 0 to 2; stage 3
+    shards it like the policy)."""
     timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """Seconds a rank waits for the others in a collective call before the run stops."""
+    silence_s: Annotated[float, Field(ge=10)] = 120.0
+    """Seconds without a sign of life after which a rank is lost and the others stop."""
 
     @model_validator(mode="after")
     def _offload_needs_zero(self) -> DistributedSettings:
         if self.offload_optimizer and self.zero_stage == 0:
-            raise ValueError("distributed.offload_optimizer needs distributed.zero_stage 1, 2 or 3")
+            raise ValueError(
+                "distributed.offload_optimizer needs distributed.zero_stage 1, 2 or 3, which is 0: raise it, or set "
+                "offload_optimizer to false"
+            )
         if self.offload_params and self.zero_stage != 3:
-            raise ValueError("distributed.offload_params needs distributed.zero_stage 3")
+            raise ValueError(
+                f"distributed.offload_params needs distributed.zero_stage 3, which is {self.zero_stage}: only stage 3 "
+                "takes weights away between their uses; raise it, or set offload_params to false"
+            )
+        if self.offload_reference and self.zero_stage == 3:
+            raise ValueError(
+                "distributed.offload_reference is for whole copies, but distributed.zero_stage 3 shards the reference: "
+                "set it to false; offload_params keeps policy and reference in CPU memory"
+            )
         return self
 
 
@@ -351,8 +421,14 @@ class EvalSettings(Section):
 class CheckpointSettings(Section):
     every_steps: Count | None = 20
     """Save after each so many steps; null only at the end."""
-    keep: Count | None = 2
+    keep_last: Count | None = 2
     """Newest checkpoints kept; null keeps all."""
+    keep_best: bool = True
+    """Keep also the one with the best EM on the held-out questions, of those saved in a step that evaluates them; it
+    stands in checkpoints/best.json."""
+    async_save: bool = True
+    """Write while training goes on, from a copy in host memory: on each rank its part of the optimiser, on the first
+    also the weights. Until it is complete, a kill goes back to the checkpoint before."""
 
 
 class DriftSettings(Section):
@@ -380,6 +456,8 @@ class DriftSettings(Section):
     """rollout/invalid_frac may rise by this much above before; null is off."""
     reward_fall: Fraction | None = 0.5
     """reward/mean may fall by this share of before; null is off."""
+    engine_mismatch: Annotated[float, Field(gt=0)] | None = 0.1
+    """Limit of policy/engine_mismatch, nats; null is off."""
     underflow_ratio: Annotated[float, Field(gt=0, lt=1)] = 1e-4
     """A response underflows when the product of its tokens' ratios is below this (eps of Definition 1)."""
     max_rollbacks: Annotated[int, Field(ge=0)] = 2
@@ -452,6 +530,16 @@ class Config(Section):
     def _loss_gets_what_it_needs(self) -> Config:
         rollout, loss = self.rollout, self.loss
         truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
+        if rollout.engine == "vllm" and rollout.logprobs == "full" and truncated:
+            raise ValueError(
+                "rollout.logprobs = full is not recorded by rollout.engine = vllm beside top_p, top_k or min_p: set "
+                "rollout.logprobs to sampled, or rollout.engine to hf"
+            )
+        if rollout.engine == "vllm" and self.model.lora is not None:
+            raise ValueError(
+                "rollout.engine = vllm takes whole weights, and model.lora keeps its adapters beside them: set "
+                "rollout.engine to hf, or remove model.lora"
+            )
         if loss.mismatch != "none" and rollout.logprobs == "full" and truncated:
             raise ValueError(
                 f"loss.mismatch = {loss.mismatch} divides by the probability that a token was sampled with, which "
@@ -461,6 +549,15 @@ class Config(Section):
             raise ValueError(
                 f"advantage.estimator = {self.advantage.estimator}, but the advantage of loss.name = dr_grpo is R - "
                 "group mean: set advantage.estimator to mean"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _there_is_a_reference_to_offload(self) -> Config:
+        if self.distributed.offload_reference and (self.model.lora is not None or not self.loss.ref_kl_beta):
+            reason = "loss.ref_kl_beta = 0 keeps none" if self.model.lora is None else "model.lora needs none"
+            raise ValueError(
+                f"distributed.offload_reference is for the copy of the starting model, and {reason}: set it to false"
             )
         return self
 
@@ -626,6 +723,12 @@ def config_warnings(config: Config) -> list[str]:
             f"reward.name = autorefine rewards <refine> blocks, but protocol.template = {config.protocol.template} "
             "asks for none, so that it is plain F1: set protocol.template to refine"
         )
+    saved, scored = config.checkpoint.every_steps, config.eval.every_steps
+    if config.checkpoint.keep_best and saved and scored and saved % scored:
+        warnings.append(
+            f"checkpoint.every_steps = {saved} is no multiple of eval.every_steps = {scored}, so that some checkpoints "
+            "have no EM by which checkpoint.keep_best could choose them"
+        )
     if config.drift.action == "rollback" and config.drift.rollback_lr_factor == 1:
         warnings.append(
             "drift.rollback_lr_factor = 1 changes nothing after a rollback: on a CPU the same steps come again, bit "
@@ -640,25 +743,23 @@ def config_warnings(config: Config) -> list[str]:
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """Read a config file, its preset and `key.sub=value` overrides (values are YAML; nothing after = is "").
+    """Read a config file, its base and preset, and `key.sub=value` overrides (values are YAML; nothing after = is "").
 
-    A top-level `preset: presets/name` is looked up beside the config file, without or with `.yaml`.
+    The files named by a top-level `base: presets/name` and `preset: presets/name` are looked up beside the config file,
+    without or with `.yaml`. A base holds what several configs share; a preset changes it, also as an override.
     Raises ConfigError naming the file or override, the dotted key and the fix.
     """
     path = Path(path)
     layers = [(str(path), _read_yaml(path))]
     layers += [(f"override '{text}'", _parse_override(text)) for text in overrides]
-    preset = None
-    for _, tree in layers:
-        preset = tree.pop("preset", preset)
-    if preset is not None:
-        preset_path = path.parent / str(preset)
-        if preset_path.suffix != ".yaml":
-            preset_path = preset_path.with_name(preset_path.name + ".yaml")
-        tree = _read_yaml(preset_path)
-        if "preset" in tree:
-            raise ConfigError(f"{preset_path}: a preset cannot name another preset; merge the two files")
-        layers.insert(0, (str(preset_path), tree))
+    below = []
+    for key in ("base", "preset"):
+        name = None
+        for _, tree in layers:
+            name = tree.pop(key, name)
+        if name is not None:
+            below.append(_read_below(path, key, str(name)))
+    layers = below + layers
 
     merged: dict[str, Any] = {}
     origins: list[tuple[str, str]] = []
@@ -709,6 +810,18 @@ def _parse_yaml(text: str, source: str) -> Any:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _read_below(path: Path, key: str, name: str) -> tuple[str, dict[str, Any]]:
+    """Return the path and content of the file that the config at `path` names by `base` or `preset`."""
+    below = path.parent / name
+    if below.suffix != ".yaml":
+        below = below.with_name(below.name + ".yaml")
+    tree = _read_yaml(below)
+    for further in ("base", "preset"):
+        if further in tree:
+            raise ConfigError(f"{below}: a {key} cannot name another {further}; merge the two files")
+    return str(below), tree
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -307,6 +307,7 @@ RULES = {
     "grad_norm_rise": Rule("optim/grad_norm", "times"),
     "invalid_rise": Rule("rollout/invalid_frac", "above by"),
     "reward_fall": Rule("reward/mean", "below by share"),
+    "engine_mismatch": Rule("policy/engine_mismatch", "above"),
 }
 
 

@@ -222,7 +222,7 @@ def write_report(run_dir: str | Path) -> Path:
     page = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{safe(name)} · SAPO run</title>\n<style>{_CSS}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>{safe(name)} · SAPO run</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(section for section in sections if section)
         + "\n</main>\n</body>\n</html>\n"
     )
@@ -608,12 +608,16 @@ def _column(row: Prediction, step: int) -> str:
     figures = (
         f"F1 {_figure(row.get('f1'), 2)} · EM {_figure(row.get('em'), 0)} · searches {_figure(row.get('searches'), 0)}"
     )
-    turns = row.get("turns")
-    blocks = "".join(_turn(turn) for turn in turns if isinstance(turn, dict)) if isinstance(turns, list) else ""
     return (
         f'<div class="column"><p class="outcome"><b>step {step}</b> {flags}<span class="{mark}">{said}</span> '
-        f"<small>{safe(figures)}</small></p>{blocks}</div>"
+        f"<small>{safe(figures)}</small></p>{transcript(row)}</div>"
     )
+
+
+def transcript(row: Prediction) -> str:
+    """Return the turns of one prediction as HTML, what the policy wrote apart from what the environment gave back."""
+    turns = row.get("turns")
+    return "".join(_turn(turn) for turn in turns if isinstance(turn, dict)) if isinstance(turns, list) else ""
 
 
 def _turn(turn: dict[str, Any]) -> str:
@@ -697,7 +701,7 @@ def _cut(text: object) -> str:
     return safe(text) if more <= 0 else f"{safe(text[:MAX_CHARS])}<i> … {more:,} more characters</i>"
 
 
-_CSS = """
+STYLE = """
 :root { --ink: #1c2126; --soft: #5a626b; --line: #e1e4e8; --blue: #1f5fa8; --green: #1e7a4a; --red: #b3372b; }
 * { box-sizing: border-box; }
 body { margin: 0; background: #fff; color: var(--ink);

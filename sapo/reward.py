@@ -132,6 +132,17 @@ def cover_em(answer: str | None, golden_answers: Sequence[str]) -> float:
     return float(any(golden != "" and f" {golden} " in prediction for golden in goldens))
 
 
+def sub_em(answer: str | None, golden_answers: Sequence[str]) -> float:
+    """Return 1.0 when a normalised golden answer is a substring of the normalised answer, also inside a word.
+
+    Bit-identical to `compute_score_subem` of Search-R1, which none of its own scripts uses; ours is `cover_em`.
+    """
+    if answer is None:
+        return 0.0
+    prediction = normalize(answer)
+    return float(any(normalize(golden) in prediction for golden in _as_answers(golden_answers)))
+
+
 def em_folded(answer: str | None, golden_answers: Sequence[str]) -> float:
     """Return EM after `fold` on both sides, so that curly quotes, dashes and accents do not decide.
 

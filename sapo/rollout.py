@@ -17,8 +17,9 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 from retriever.types import Passage, Retriever, RetrieverError
-from sapo.engine.hf import Generation, HFEngine, Session
+from sapo.engine.hf import Generation
 from sapo.engine.sampling import Sampling, trajectory_key
+from sapo.engine.vllm import Engine, EngineSession
 from sapo.protocol import Protocol, neutralise, parse_turn, special_token_pattern
 from sapo.types import Question, Trajectory, Turn
 
@@ -161,7 +162,7 @@ def encode_observation(
 
 
 def rollout(
-    engine: HFEngine,
+    engine: Engine,
     retriever: Retriever,
     tokenizer: PreTrainedTokenizerBase,
     protocol: Protocol,
@@ -230,7 +231,7 @@ def rollout(
 class _Work:
     """What the two schedules share. Rows are named by their number, in the session and in `rows` alike."""
 
-    session: Session
+    session: EngineSession
     rows: list[_Row]
     retriever: Retriever
     tokenizer: PreTrainedTokenizerBase

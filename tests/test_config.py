@@ -126,8 +126,17 @@ def test_a_wrong_key_names_its_file(tmp_path):
         ("loss.gate=code", "'loss.gate' is \"code\": input should be 'equation' or 'listing'"),
         ("name=../x", "'name' is \"../x\": string should match pattern '^[A-Za-z0-9][A-Za-z0-9._-]*$'"),
         ("reward=f1", "'reward' is \"f1\": input should be an object"),
-        ("distributed.offload_params=true", "distributed.offload_params needs distributed.zero_stage 3"),
-        ("distributed.offload_optimizer=true", "distributed.offload_optimizer needs distributed.zero_stage 1, 2 or 3"),
+        (
+            "distributed.offload_params=true",
+            "distributed.offload_params needs distributed.zero_stage 3, which is 0: only stage 3 takes weights away "
+            "between their uses; raise it, or set offload_params to false",
+        ),
+        (
+            "distributed.offload_optimizer=true",
+            "distributed.offload_optimizer needs distributed.zero_stage 1, 2 or 3, which is 0: raise it, or set "
+            "offload_optimizer to false",
+        ),
+        ("model.lora.rank=0", "'model.lora.rank' is 0: input should be greater than or equal to 1"),
         (
             "rollout.max_turn_tokens=5633",
             "rollout.max_trajectory_tokens = 7680 is less than rollout.max_prompt_tokens + rollout.max_turn_tokens = "
@@ -143,6 +152,21 @@ def test_a_wrong_value_names_its_key_and_source(tmp_path, override, message):
     with pytest.raises(ConfigError) as error:
         load_config(write(tmp_path), [override])
     assert str(error.value) == f"override '{override}': {message}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["loss.ref_kl_beta=0"], "loss.ref_kl_beta = 0 keeps none: set it to false"),
+        (["loss.ref_kl_beta=0.1", "model.lora={}"], "model.lora needs none: set it to false"),
+        (["loss.ref_kl_beta=0.1", "distributed.zero_stage=3"], "zero_stage 3 shards the reference: set it to false"),
+    ],
+)
+def test_a_reference_that_is_no_copy_is_not_offloaded(tmp_path, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path), ["distributed.offload_reference=true", *overrides])
+    config = load_config(write(tmp_path), ["distributed.offload_reference=true", "loss.ref_kl_beta=0.1"])
+    assert config.distributed.offload_reference
 
 
 def test_all_wrong_values_are_named_in_one_paragraph(tmp_path):
@@ -339,7 +363,7 @@ def test_a_mismatch_goes_with_recorded_probabilities(tmp_path):
 @pytest.mark.parametrize("preset", sorted((ROOT / "configs/presets").glob("*.yaml")), ids=lambda file: file.stem)
 def test_each_preset_names_its_loss_and_reads_back_equal(tmp_path, preset):
     config = load_config(write(tmp_path), [f"preset={preset}"])
-    assert config.loss.name == {"paper_code": "sapo"}.get(preset.stem, preset.stem)
+    assert config.loss.name == {"paper": "sapo", "paper_code": "sapo", "search_r1": "sapo"}.get(preset.stem, preset.stem)
     assert load_config(write(tmp_path, to_yaml(config))) == config
 
 
@@ -428,6 +452,8 @@ ONE_UPDATE = ["rollout.questions_per_step=4", "rollout.group_size=4", "optim.min
         (["reward.name=autorefine", "protocol.template=refine"], None),
         (["optim.warmup_steps=420"], "never stays at optim.lr"),
         (["optim.warmup_steps=419"], None),
+        (["checkpoint.every_steps=30", "eval.every_steps=20"], "some checkpoints have no EM by which"),
+        (["checkpoint.every_steps=30", "eval.every_steps=20", "checkpoint.keep_best=false"], None),
     ],
 )
 def test_warnings(tmp_path, overrides, words):
@@ -447,3 +473,12 @@ def test_the_accelerate_config_starts_two_processes(tmp_path):
         [*launch, str(script)], cwd=ROOT, env={**os.environ, "ACCELERATE_USE_CPU": "true"}, check=True, timeout=120
     )
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["2", "2"]
+
+
+def test_the_retriever_takes_an_encoder_with_settings(tmp_path):
+    asked = "retriever: {kind: hybrid, encoder: {name: m, pooling: cls, normalize: true}, "
+    text = MINIMAL.replace("retriever: {", asked)
+    settings = load_config(write(tmp_path, text)).retriever
+    assert (settings.encoder, settings.kind) == ({"name": "m", "pooling": "cls", "normalize": True}, "hybrid")
+    with pytest.raises(ConfigError, match="retriever.kind"):
+        load_config(write(tmp_path), ["retriever.kind=sparse"])

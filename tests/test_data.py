@@ -1,13 +1,17 @@
+import dataclasses
 import json
 import os
 from collections import Counter
 from pathlib import Path
 
+import datasets
+import numpy as np
+import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from sapo.data import load_questions, spare_questions, step_questions
+from sapo.data import BENCHMARKS, TRAIN_ROWS, load_benchmarks, load_questions, main, spare_questions, step_questions
 from sapo.types import Question
 
 QUESTIONS = [Question(id=f"q:{n}", question=f"question {n}", golden_answers=("a",)) for n in range(10)]
@@ -177,6 +181,166 @@ def test_impossible_draws_are_refused():
         step_questions(QUESTIONS, 1, 11, seed=0)
     with pytest.raises(ValueError, match="step is 0: steps count from 1"):
         step_questions(QUESTIONS, 0, 2, seed=0)
+
+
+def test_the_mixes_have_the_known_sizes():
+    assert sum(benchmark.rows for benchmark in BENCHMARKS.values()) == 51713
+    assert sum(TRAIN_ROWS.values()) == 169615
+    assert [name for name, benchmark in BENCHMARKS.items() if benchmark.split == "dev"] == [
+        "hotpotqa", "2wikimultihopqa", "musique"
+    ]  # fmt: skip
+
+
+def rows_of(name, count, split="test"):
+    return [{"id": f"{split}_{n}", "question": f"{name} {n}", "golden_answers": [f"a{n}"]} for n in range(count)]
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
+
+
+def known(monkeypatch, **rows):
+    """Make benchmarks that small."""
+    for name, count in rows.items():
+        monkeypatch.setitem(BENCHMARKS, name, dataclasses.replace(BENCHMARKS[name], rows=count))
+        if name in TRAIN_ROWS:
+            monkeypatch.setitem(TRAIN_ROWS, name, 2 * count)
+
+
+def test_prepare_reads_flashrags_folders(tmp_path, monkeypatch, capsys):
+    known(monkeypatch, nq=4, hotpotqa=3)
+    for name, split, count in (("nq", "test", 4), ("nq", "train", 8), ("hotpotqa", "dev", 3), ("hotpotqa", "train", 6)):
+        write(tmp_path / name / f"{split}.jsonl", *map(json.dumps, rows_of(name, count, split)))
+    command = [
+        "prepare",
+        "--out",
+        str(tmp_path / "out"),
+        "--source",
+        str(tmp_path),
+        "--test",
+        "nq,hotpotqa",
+        "--held-out",
+        "2",
+    ]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "test mix: 7 questions of 7" in out and "training mix: 14 questions of 14" in out
+    assert "other than known" in out  # not the questions of FlashRAG's NQ
+    assert lines(tmp_path / "out" / "hotpotqa.jsonl")[2] == {
+        "id": "hotpotqa:dev_2", "question": "hotpotqa 2", "golden_answers": ["a2"], "data_source": "hotpotqa", "split": "dev"
+    }  # fmt: skip
+    train, held_out = (lines(tmp_path / "out" / f"{name}.jsonl") for name in ("train", "heldout"))
+    assert len(train) == 12 and len(held_out) == 2
+    assert len({row["id"] for row in train + held_out}) == 14 and {row["split"] for row in train + held_out} == {
+        "train"
+    }
+    questions, splits = load_benchmarks(tmp_path / "out", ["nq", "hotpotqa"])
+    assert splits == {"nq": "test", "hotpotqa": "dev"} and questions[4] == Question(
+        "hotpotqa:dev_0", "hotpotqa 0", ("a0",), "hotpotqa"
+    )
+    manifest = json.loads((tmp_path / "out" / "data.json").read_text())
+    assert manifest["files"]["nq.jsonl"]["rows"] == 4 and len(manifest["files"]["nq.jsonl"]["sha256"]) == 64
+    # the same again changes nothing; other held-out questions would overwrite
+    assert main(command) == 0
+    assert main([*command, "--seed", "1"]) == 1
+    assert "is there already with other content" in capsys.readouterr().err
+    assert lines(tmp_path / "out" / "heldout.jsonl") == held_out
+
+
+def test_held_out_questions_stand_nowhere_else_in_the_mix(tmp_path, monkeypatch):
+    known(monkeypatch, nq=5)
+    rows = rows_of("nq", 10, "train")
+    for n in range(5):
+        rows[n + 5] |= {"question": rows[n]["question"]}
+    rows[9] |= {"question": "alone"}
+    path = write(tmp_path / "t.jsonl", *map(json.dumps, rows))
+    command = ["prepare", "--out", str(tmp_path / "out"), "--file", f"nq:train={path}", "--test", "", "--train", "nq"]
+    assert main([*command, "--held-out", "2"]) == 0
+    assert {row["question"] for row in lines(tmp_path / "out" / "heldout.jsonl")} == {"alone", "nq 4"}
+    assert main([*command, "--held-out", "3"]) == 1
+
+
+@pytest.mark.parametrize("form", ["list", "str", "ndarray", "prompt"])
+def test_prepare_reads_search_r1s_parquet(tmp_path, monkeypatch, form):
+    known(monkeypatch, nq=2, hotpotqa=1)
+    target = {"str": "x", "ndarray": np.array(["x", "y"], dtype=object)}.get(form, ["x", "y"])
+    rows = []
+    for name, index in (("nq", 0), ("hotpotqa", 0), ("nq", 1)):
+        row = {
+            "id": f"test_{index}", "data_source": name, "ability": "fact-reasoning", "extra_info": {"index": index},
+            "prompt": [{"role": "user", "content": f"An example. Question: {name} {index}?\n"}],
+            "reward_model": {"style": "rule", "ground_truth": {"target": target}},
+        }  # fmt: skip
+        rows.append(row if form == "prompt" else row | {"question": f"{name} {index}?"})
+    pandas.DataFrame(rows).to_parquet(tmp_path / "test.parquet")
+    command = [
+        "prepare",
+        "--out",
+        str(tmp_path / "out"),
+        "--source",
+        str(tmp_path),
+        "--test",
+        "nq,hotpotqa",
+        "--train",
+        "",
+    ]
+    assert main(command) == 0
+    nq = lines(tmp_path / "out" / "nq.jsonl")
+    assert [(row["id"], row["question"]) for row in nq] == [("nq:test_0", "nq 0?"), ("nq:test_1", "nq 1?")]
+    assert nq[0]["golden_answers"] == (["x"] if form == "str" else ["x", "y"])
+    assert len(lines(tmp_path / "out" / "hotpotqa.jsonl")) == 1
+
+
+def test_prepare_reads_the_hub(tmp_path, monkeypatch, capsys):
+    known(monkeypatch, bamboogle=2)
+    asked = []
+
+    def load_dataset(path, name, split):
+        asked.append((path, name, split))
+        return datasets.Dataset.from_list(rows_of("bamboogle", 2))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    command = ["prepare", "--out", str(tmp_path / "out"), "--test", "bamboogle", "--train", ""]
+    assert main(command) == 0 and asked == [("RUC-NLPIR/FlashRAG_datasets", "bamboogle", "test")]
+    assert [row["id"] for row in lines(tmp_path / "out" / "bamboogle.jsonl")] == [
+        "bamboogle:test_0",
+        "bamboogle:test_1",
+    ]
+
+    def offline(*_, **__):
+        raise ConnectionError("no network\nat all")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    assert main(command) == 1
+    assert "ConnectionError: no network): without a network give the files" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "message"),
+    [
+        (rows_of("nq", 3), [], "holds 3 questions of nq, but nq/test has 4: give the whole split, or --partial"),
+        (rows_of("nq", 3) + rows_of("nq", 1), [], "row 4: id 'nq:test_0' is that of"),
+        ([*rows_of("nq", 3), {"question": "q"}], [], "row 4: 'golden_answers' is None"),
+        (rows_of("nq", 4), ["--test", "nq,popqa"], "no popqa/test in the source: give --file popqa:test=PATH"),
+        (rows_of("nq", 4), ["--test", "squad"], "unknown data set 'squad'"),
+        (rows_of("nq", 4), ["--file", "squad=x"], "--file squad=x: write NAME=PATH"),
+        (rows_of("nq", 4), ["--test", "popqa", "--partial"], "the source holds none of the questions"),
+    ],
+)
+def test_what_prepare_refuses(tmp_path, monkeypatch, capsys, rows, more, message):
+    known(monkeypatch, nq=4)
+    path = write(tmp_path / "nq.jsonl", *map(json.dumps, rows))
+    command = ["prepare", "--out", str(tmp_path / "out"), "--train", "", "--test", "nq", f"--file=nq={path}", *more]
+    assert main(command) == 1
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_prepare_takes_a_part_when_told_so(tmp_path, capsys):
+    path = write(tmp_path / "nq.jsonl", *map(json.dumps, rows_of("nq", 3)))
+    command = ["prepare", "--out", str(tmp_path / "out"), "--train", "", f"--file=nq={path}", "--partial"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "PARTIAL" in out and "test mix: 3 questions of 3,610" in out
 
 
 @pytest.mark.skipif("SAPO_TEST_DATA" not in os.environ, reason="SAPO_TEST_DATA does not name the folder of real data")

@@ -330,6 +330,7 @@ def test_a_restored_alarm_goes_on_as_if_it_had_not_stopped() -> None:
     rng = random.Random(0)
     limits = {"positive_drift_frac": 0.5, "underflow_frac": None, "clip_frac": 0.5, "entropy_rise": 0.2}
     limits |= {"entropy_fall": 0.3, "grad_norm_rise": 1.5, "invalid_rise": 0.2, "reward_fall": 0.3}
+    limits |= {"engine_mismatch": 0.5}
     steps = [{rule.metric: rng.random() for rule in RULES.values()} for _ in range(60)]
     whole = DriftAlarm(limits, window=4, patience=2)
     expected = [whole.check(number, metrics) for number, metrics in enumerate(steps)]

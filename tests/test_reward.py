@@ -23,6 +23,7 @@ from sapo.reward import (
     reward,
     score,
     search_r1_em,
+    sub_em,
     tag_contents,
     token_f1,
 )
@@ -43,6 +44,13 @@ def test_em_and_f1_equal_flashrag_bit_for_bit() -> None:
         if em(row["pred"], row["golden_answers"]) != row["em"] or f1(row["pred"], row["golden_answers"]) != row["f1"]
     ]
     assert wrong == []
+
+
+@needs_data
+def test_sub_em_equals_the_vectors_bit_for_bit() -> None:
+    rows = _vectors()
+    assert [row for row in rows if sub_em(row["pred"], row["golden_answers"]) != row["sub_em"]] == []
+    assert (sub_em("I know", ["no"]), sub_em(None, ["a"])) == (1.0, 0.0)
 
 
 @needs_data

@@ -21,10 +21,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sapo.attention import require_interface
 from sapo.engine.kv_cache import ATTENTION, SPAN_TOKENS, KVCache, additive_mask, runs_of
 from sapo.engine.sampling import Sampling, keyed_uniform, sample
+from sapo.engine.stopping import StopTags, Vocabulary
 from sapo.policy import changed_logits
-from sapo.protocol import BYTE_TOKEN, completed_tags, spelled
 
-STOP_WINDOW = 24  # tokens decoded before new ones to look for a tag: more than the bytes of any, each has at least one
 SAMPLE_LOGITS = 1 << 24  # logits sampled from at once: some 20 bytes each
 STATIC_SLOTS = 128  # a static step reads whole multiples of so many slots
 STATIC_LIVE_SHARE = 0.75  # and its batch is made again when fewer of its rows live: capturing costs a few steps
@@ -92,25 +91,8 @@ class HFEngine:
         self.query_groups = heads // kv_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         self.slot_bytes = 2 * kv_heads * head_dim * model.dtype.itemsize
-        eos = model.generation_config.eos_token_id if model.generation_config is not None else None
-        eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
-        size = config.vocab_size
-        self.is_eos = np.zeros(size, dtype=bool)
-        self.is_eos[[i for i in eos_ids if i < size]] = True
-        strings = tokenizer.convert_ids_to_tokens(range(min(size, len(tokenizer))))
-        self.token_strings = [spelled(string) for string in strings]
-        self.is_byte = np.zeros(size, dtype=bool)
-        self.is_byte[[i for i, string in enumerate(strings) if string and BYTE_TOKEN.fullmatch(string)]] = True
-        self.with_characters: dict[str, np.ndarray] = {}
-
-    def tokens_with(self, characters: str) -> np.ndarray:
-        """Return bool [V]: the tokens whose string holds any of `characters`. Searched once, for all sessions."""
-        if characters not in self.with_characters:
-            found = np.zeros(len(self.is_eos), dtype=bool)
-            for i, string in enumerate(self.token_strings):
-                found[i] = any(character in string for character in characters)
-            self.with_characters[characters] = found
-        return self.with_characters[characters]
+        self.vocabulary = Vocabulary(model, tokenizer)
+        self.is_eos = self.vocabulary.is_eos
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
@@ -145,11 +127,8 @@ class Session:
     ) -> None:
         self.engine = engine
         self.sampling = sampling
-        self.stop_strings = tuple(stop_strings)
-        self.tags = (*self.stop_strings, "<think>", "</think>") if think_aware else self.stop_strings
-        # Only a token whose string holds the last character of a tag can complete one; all others cost nothing.
-        self.may_complete = engine.tokens_with("".join(sorted({tag[-1] for tag in self.tags})))
         count = len(keys)
+        self.stops = StopTags(engine.vocabulary, stop_strings, think_aware, count)
         self.keys = np.array(keys, dtype=np.uint64)
         self.cache = KVCache(count, engine.slot_bytes)
         self.prompt_len = np.zeros(count, dtype=np.int64)
@@ -158,8 +137,6 @@ class Session:
         self.layout = -1  # of the cache when the batch was made
         self.static: StaticStep | None = None
         self.last_id = np.full(count, -1)  # sampled, and not yet in the cache; -1 for none
-        self.settled = np.zeros(count, dtype=np.int64)  # tokens of this turn whose tags were looked for
-        self.thinking = np.zeros(count, dtype=bool)  # inside an open <think> of this turn after those
         self.limits = np.zeros(count, dtype=np.int64)
         self.sampled = np.zeros(count, dtype=np.int64)  # tokens of this turn
         self.ids = np.zeros((count, 0), dtype=np.int64)
@@ -197,8 +174,7 @@ class Session:
                 raise ValueError(f"row {row} has no token to go on from: its prompt is empty")
         self.limits[rows] = limits
         self.sampled[rows] = 0
-        self.thinking[rows] = False
-        self.settled[rows] = 0
+        self.stops.begin(rows)
         if self.limits[rows].max() > self.ids.shape[1]:
             more = ((0, 0), (0, int(self.limits[rows].max()) - self.ids.shape[1]))
             self.ids, self.logprobs = np.pad(self.ids, more), np.pad(self.logprobs, more)
@@ -343,11 +319,11 @@ class Session:
         self.last_id[rows] = drawn
         eos, full = self.engine.is_eos[drawn], self.sampled[rows] >= self.limits[rows]
         finished: dict[int, Generation] = {}
-        for n in np.flatnonzero(eos | full | self.may_complete[drawn]):
+        for n in np.flatnonzero(eos | full | self.stops.may_complete[drawn]):
             row = int(rows[n])
             if eos[n]:
                 finish = "eos"
-            elif self.may_complete[drawn[n]] and self._stops(row):
+            elif self.stops.may_complete[drawn[n]] and self.stops.complete(row, self.ids[row, : self.sampled[row]]):
                 finish = "stop"
             elif full[n]:
                 finish = "length"
@@ -357,39 +333,6 @@ class Session:
             finished[row] = Generation(self.ids[row, :count].tolist(), self.logprobs[row, :count].tolist(), finish)
             self.running[row] = False
         return finished
-
-    def _stops(self, row: int) -> bool:
-        """Tell whether the last token of a row completed a stop string; decodes each token a few times."""
-        ids, thinking = self.ids[row, : self.sampled[row]], bool(self.thinking[row])
-        # A run of byte tokens changes its text with every byte: its tags count for now, and again when it is over.
-        run = self._run_start(ids, len(ids))
-        for begin, end in ((self.settled[row], run), (run, len(ids))):
-            for tag in self._tags(ids, begin, end):
-                if tag in self.stop_strings and not thinking:
-                    return True
-                if tag not in self.stop_strings:
-                    thinking = tag == "<think>"
-            if end == run:
-                self.settled[row], self.thinking[row] = run, thinking
-        return False
-
-    def _run_start(self, ids: np.ndarray, end: int) -> int:
-        """Return where the run of byte tokens before `end` begins."""
-        while end and self.engine.is_byte[ids[end - 1]]:
-            end -= 1
-        return end
-
-    def _tags(self, ids: np.ndarray, begin: int, end: int) -> list[str]:
-        """Return the tags that the tokens begin..end of a turn complete. Neither `begin` nor `end` cuts a byte run."""
-        if begin == end:
-            return []
-        start = self._run_start(ids, max(0, begin - STOP_WINDOW))
-
-        def decode(part: np.ndarray) -> str:
-            return self.engine.tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-        # A character cut at the edge of the tokens before shows as U+FFFD, which no tag holds.
-        return completed_tags(decode(ids[start:end]), len(decode(ids[start:begin]).rstrip("\ufffd")), self.tags)
 
 
 class StaticStep:
