@@ -2,12 +2,12 @@
 
     python evaluate.py --run runs/quickstart                       the world's or the config's held-out questions
     python evaluate.py --run runs/quickstart --data my.jsonl       rows of {id, question, golden_answers}
-    python evaluate.py --config configs/qwen3b-instruct.yaml --model PATH --benchmarks all --data-dir data --out evals/mine
-    python evaluate.py compare evals/mine evals/other              paired bootstrap and McNemar, and what flipped
+    python evaluate.py --config configs/qwen3b-instruct.yaml --model PATH --benchmarks all --data-dir data --out evals/a
+    python evaluate.py compare evals/a evals/b                     paired bootstrap and McNemar, and what flipped
 
-The second kind, with --config or --benchmarks, answers each question once (--samples k times), greedily or as --sampling
-says, and writes into --out the predictions as they come, then the scores, a table beside the paper's and a page of
-transcripts; when it was stopped, the same command goes on. docs/evaluate.md has the details.
+With --config or --benchmarks each question is answered once (--samples k times), greedily or as --sampling says. The
+predictions go into --out as they come, then the scores, a table beside the paper's and a page of transcripts; after a
+stop the same command goes on. docs/evaluate.md has the details.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ from sapo.policy import load_policy
 from sapo.protocol import PROTOCOLS
 from sapo.report import write_report
 from sapo.types import Question
-
 
 # Search-R1 asks for greedy validation, but the flag is lost on the way and its scores are of samples at temperature 1.
 SEARCH_R1_SAMPLING = Sampling(temperature=1.0)

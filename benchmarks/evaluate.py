@@ -1,19 +1,21 @@
-"""Evaluation: scores against recorded ones, intervals, all benchmarks end to end, the whole test mix, kills, ranks, batches.
+"""Evaluation: recorded scores, intervals, all benchmarks end to end, the whole test mix, kills, ranks, batches.
 
     make bench-evaluate                                  needs SAPO_TEST_DATA, the folder of real questions and passages
     PYTHONPATH=. python benchmarks/evaluate.py [--limit 10] [--rows 51713] [--passages 4000] [--batch-questions 16]
 
-1. Every recorded score (EM, sub-EM, F1) of scoring/ again. 2. Intervals: how often they cover the truth of 1,000
-simulated evaluations of 125 questions. 3. The seven benchmarks by evaluate.py with SmolLM2-135M and a real E5 over
-wiki-18 passages, `--limit` questions each, as search agent and as each baseline: these models answer next to nothing, the
-table shows that all of it runs. 4. The whole test mix of 51,713 rows with a tiny random model in float64, where no
-rounding can decide: started, killed by SIGKILL, started again, and once on two ranks; questions that SAPO_TEST_DATA lacks
-are repeated under new ids up to the count. 5. SmolLM2 and the tiny model, greedy in batches of several sizes, in float64 and
-float32; where float32 differs, the gap between the two best logits at the first differing token, from a float64 forward.
+1. Every recorded score (EM, sub-EM, F1) of scoring/ again.
+2. Intervals: how often they cover the truth of 1,000 simulated evaluations of 125 questions at EM .2.
+3. The seven benchmarks by evaluate.py with SmolLM2-135M and a real E5 over wiki-18 passages, `--limit` questions each,
+   as search agent and as each baseline. So small a model answers next to nothing: the tables show that all of it runs.
+4. The whole test mix of 51,713 rows with a tiny random model in float64, where no rounding can decide: uninterrupted,
+   killed by SIGKILL and started again, and on two ranks. Questions that SAPO_TEST_DATA lacks are repeated under new ids
+   up to the count.
+5. SmolLM2 and the tiny model, greedy in batches of several sizes, in float64 and float32; where float32 differs, the
+   gap between the two best logits at the first differing token, from a float64 forward.
 
-The last line is one JSON object: vectors_wrong, coverage, rows_per_s (part 4, one rank, float64), peak_rss_bytes,
-resume_identical, ranks_identical (predictions byte for byte, scores equal), batch_identical (float64 identical and every
-float32 difference at a gap below 1e-4), float32_differing, float32_largest_gap, and em by agent and benchmark.
+The last line is one JSON object: vectors_wrong, coverage, rows_per_s (part 4, one rank), peak_rss_bytes,
+resume_identical, ranks_identical (predictions byte for byte, scores equal), batch_identical (float64 identical, and
+every float32 difference at a gap below 1e-4), float32_differing, float32_largest_gap, and em by agent and benchmark.
 """
 
 from __future__ import annotations
@@ -233,8 +235,9 @@ class Contestant:
         trajectories = []
         for start in range(0, len(self.questions), size):
             part, _ = rollout(
-                engine, self.retriever, engine.tokenizer, PROTOCOLS[self.template], self.questions[start : start + size],
-                group_size=1, budget=self.budget, sampling=GREEDY, top_k=3, seed=0, step=0,
+                engine, self.retriever, engine.tokenizer, PROTOCOLS[self.template],
+                self.questions[start : start + size], group_size=1, budget=self.budget, sampling=GREEDY, top_k=3,
+                seed=0, step=0,
             )  # fmt: skip
             trajectories += part
         return trajectories
@@ -256,8 +259,9 @@ def differing(contestant: Contestant, engine: HFEngine, dtype: torch.dtype) -> l
     pairs = [pair for run in others for pair in zip(first, run, strict=True) if pair[0].ids != pair[1].ids]
     tokens = sum(sum(trajectory.loss_mask) for trajectory in first)
     print(
-        f"{contestant.name}, {dtype}, batches of {contestant.sizes}: {len(first):,} questions, {tokens:,} sampled tokens, "
-        f"{len(pairs)} of {len(first) * len(others):,} trajectories differ ({time.perf_counter() - began:.0f} s)",
+        f"{contestant.name}, {dtype}, batches of {contestant.sizes}: {len(first):,} questions, {tokens:,} sampled "
+        f"tokens, {len(pairs)} of {len(first) * len(others):,} trajectories differ "
+        f"({time.perf_counter() - began:.0f} s)",
         flush=True,
     )
     return pairs

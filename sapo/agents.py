@@ -35,8 +35,8 @@ RAG_PROMPT = (
     "Documents:\n{documents}\n\nQuestion: {question}\n"
 )
 IRCOT_PROMPT = (
-    "Answer the given question with the help of the documents, which may or may not be useful. Reason step by step, one "
-    f"sentence at a time, going on from the reasoning so far. When you know the answer, end. {_FORM}\n\n"
+    "Answer the given question with the help of the documents, which may or may not be useful. Reason step by step, "
+    f"one sentence at a time, going on from the reasoning so far. When you know the answer, end. {_FORM}\n\n"
     "Documents:\n{documents}\n\nQuestion: {question}\nReasoning so far: {reasoning}\n"
 )
 _ANSWER_STOP = ("</answer>",)

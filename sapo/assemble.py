@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -311,7 +311,9 @@ def evaluate_engine(
         think_aware=config.protocol.think_aware,
     )
     batch = evaluation_batch(config, dist)
-    return record_evaluation(dist, answer, questions, conditions, folder, name, batch_questions=batch, progress=progress)
+    return record_evaluation(
+        dist, answer, questions, conditions, folder, name, batch_questions=batch, progress=progress
+    )
 
 
 def evaluation_batch(config: Config, dist: Distributed, samples: int = 1) -> int:

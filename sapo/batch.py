@@ -310,8 +310,8 @@ def plan_step(
     logprob by about 3e-6, enough to open the gate at tau = 1. advantages: one per trajectory. micro_batch_tokens counts
     forwarded tokens, padding included. packed: for a `Policy` that forwards without padding. attention_cost: of
     `Policy.attention_cost`; ranks work in step, so each cuts its part into as many micro-batches as the rank that needs
-    most, of costs as even as can be (`level_ranks` has made the parts so). gather_ranks is called once, by every rank; the
-    default is that of a single process.
+    most, of costs as even as can be (`level_ranks` has made the parts so). gather_ranks is called once, by every rank;
+    the default is that of a single process.
     """
     advantages = torch.as_tensor(advantages, dtype=torch.float32).tolist()  # the signs that the loss will see
     arranged: list[Rows] = []

@@ -1,4 +1,4 @@
-"""Question files -> `Question`s with unique ids, the order in which training draws them, and the command that makes them.
+"""Question files -> `Question`s with unique ids, the order in which training draws them, and a command to make them.
 
 Files: JSONL of {id, question, golden_answers}, or parquet with the columns of Search-R1 (question or prompt,
 golden_answers or reward_model.ground_truth.target, data_source). `python -m sapo.data prepare` makes one format of
@@ -330,8 +330,8 @@ def prepare(
             rows.append(row if question.hops is None else row | {"hops": question.hops})
         if len(rows) != known and not partial:
             raise ValueError(
-                f"{place} holds {len(rows)} questions of {name}, but {name}/{split} has {known}: give the whole split, or "
-                "--partial to take what is there"
+                f"{place} holds {len(rows)} questions of {name}, but {name}/{split} has {known}: give the whole split, "
+                "or --partial to take what is there"
             )
         return rows
 

@@ -127,8 +127,8 @@ class Endpoint:
                 grown = FIRST_PAUSE_S * 2**attempt * _jitter.uniform(0.5, 1)
                 time.sleep(min(LONGEST_PAUSE_S, max(pause, grown)))
         raise EndpointError(
-            f"{self.url}, model {self.model!r}: no answer in {self.attempts} attempts, the last: {problem}; what is done "
-            "is kept, and the same command goes on from there"
+            f"{self.url}, model {self.model!r}: no answer in {self.attempts} attempts, the last: {problem}; what is "
+            "done is kept, and the same command goes on from there"
         )
 
 

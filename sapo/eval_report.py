@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ NAMES = {
     "nq": "NQ", "triviaqa": "TriviaQA", "popqa": "PopQA", "hotpotqa": "HotpotQA", "2wikimultihopqa": "2Wiki",
     "musique": "MuSiQue", "bamboogle": "Bamboogle",
 }  # fmt: skip
-# EM of arXiv 2603.10069, in the order of BENCHMARKS, then their mean. Search-R1 and AutoRefine as that paper gives them.
+# EM of arXiv 2603.10069, in the order of BENCHMARKS, then their mean; other methods as that paper gives them.
 PAPER_ROWS = {
     "Search-R1-Instruct 3B (GRPO)": (0.397, 0.565, 0.391, 0.331, 0.310, 0.124, 0.232, 0.336),
     "Search-R1-Base 3B (GRPO)": (0.421, 0.583, 0.413, 0.297, 0.274, 0.066, 0.128, 0.312),
@@ -48,8 +48,8 @@ def conditions_text(result: Mapping[str, Any]) -> str:
         else f"sampled at T = {decoding['temperature']:g}, top-p {decoding['top_p']:g}"
     )
     passages = (
-        f"top-{result['top_k']} of {corpus['passages']:,} passages (corpus {corpus['corpus_id'][:12]}, {corpus['encoder']}, "
-        f"{corpus['index_type']})"
+        f"top-{result['top_k']} of {corpus['passages']:,} passages (corpus {corpus['corpus_id'][:12]}, "
+        f"{corpus['encoder']}, {corpus['index_type']})"
         if corpus
         else "no retrieval"
     )
@@ -112,7 +112,7 @@ def markdown(result: Mapping[str, Any], label: str) -> str:
 
 
 def write_page(folder: Path, name: str, result: Mapping[str, Any], label: str, transcripts: int = TRANSCRIPTS) -> Path:
-    """Write `<name>.html` with the tables and searchable transcripts, the first `transcripts` rows of each benchmark."""
+    """Write `<name>.html`: the tables, and searchable transcripts of the first `transcripts` rows of each benchmark."""
     shown: dict[str, int] = {}
     cards = []
     for row in read_predictions(folder / f"{name}.predictions.jsonl"):
@@ -140,17 +140,23 @@ def write_page(folder: Path, name: str, result: Mapping[str, Any], label: str, t
 
 def _card(row: Row) -> str:
     verdict = "right" if row["em"] == 1 else "wrong"
+    source = NAMES.get(row["source"], row["source"])
     golden = " / ".join(row["golden_answers"])
     answer = f"<bdi>{safe(row['answer'])}</bdi>" if row["answer"] is not None else "<i>no answer</i>"
     return (
-        f'<details data-verdict="{verdict}"><summary><span class="hops">{safe(NAMES.get(row["source"], row["source"]))}</span> '
+        f'<details data-verdict="{verdict}"><summary><span class="hops">{safe(source)}</span> '
         f'<span class="verdict">{verdict}</span> <bdi>{safe(row["question"])}</bdi></summary>\n'
-        f'<p class="golden">golden: <bdi>{safe(golden)}</bdi></p><p class="outcome"><span class="{verdict}">{answer}</span> '
-        f"<small>F1 {row['f1']:.2f} · searches {row['searches']} · {safe(row['id'])}</small></p>{transcript(row)}</details>"
+        f'<p class="golden">golden: <bdi>{safe(golden)}</bdi></p>'
+        f'<p class="outcome"><span class="{verdict}">{answer}</span> '
+        f"<small>F1 {row['f1']:.2f} · searches {row['searches']} · {safe(row['id'])}</small></p>"
+        f"{transcript(row)}</details>"
     )
 
 
-_STYLE = "\n#search { width: 32em; max-width: 70%; padding: 6px; font: inherit; }\n#verdict { padding: 6px; font: inherit; }\n"
+_STYLE = """
+#search { width: 32em; max-width: 70%; padding: 6px; font: inherit; }
+#verdict { padding: 6px; font: inherit; }
+"""
 _SCRIPT = """
 const box = document.getElementById("search"), verdict = document.getElementById("verdict");
 const cards = [...document.querySelectorAll("details[data-verdict]")];
@@ -159,7 +165,8 @@ function filter() {
   const words = box.value.toLowerCase().split(/\\s+/).filter(Boolean);
   let shown = 0;
   cards.forEach((card, i) => {
-    const fits = words.every(word => texts[i].includes(word)) && (!verdict.value || card.dataset.verdict === verdict.value);
+    const wanted = !verdict.value || card.dataset.verdict === verdict.value;
+    const fits = wanted && words.every(word => texts[i].includes(word));
     card.hidden = !fits;
     shown += fits;
   });
@@ -181,7 +188,8 @@ def _html_table(markdown_table: str) -> str:
         + "</tr>"
         for row in body
     )
-    return f'<div class="scroll"><table><thead><tr>{"".join(f"<th>{cell}</th>" for cell in head)}</tr></thead><tbody>{rows}</tbody></table></div>'
+    heads = "".join(f"<th>{cell}</th>" for cell in head)
+    return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>'
 
 
 def _figure(value: float) -> str:
@@ -228,8 +236,8 @@ def compare_evaluations(path_a: Path, path_b: Path) -> dict[str, Any]:
     only_a, only_b = by_id_a.keys() - by_id_b.keys(), by_id_b.keys() - by_id_a.keys()
     if only_a or only_b:
         raise ValueError(
-            f"{path_a} and {path_b} hold other questions: {len(only_a)} are only in the first, {len(only_b)} only in the "
-            "second; evaluate both on the same benchmarks and --limit"
+            f"{path_a} and {path_b} hold other questions: {len(only_a)} are only in the first, {len(only_b)} only in "
+            "the second; evaluate both on the same benchmarks and --limit"
         )
     for key in ("question", "golden_answers"):
         for name, row in by_id_a.items():

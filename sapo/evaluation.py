@@ -1,4 +1,4 @@
-"""Evaluate anything that answers questions: every question exactly once, on any number of ranks, over any number of starts.
+"""Evaluate anything that answers questions: each question once, on any number of ranks, over any number of starts.
 
 An `Answer` takes questions and returns prediction rows; `sapo/agents.py` has several. The rows of a batch are written
 as soon as all ranks have them, in the order of the questions, so what a killed evaluation leaves is the beginning of
@@ -266,13 +266,19 @@ class EvaluationFiles:
                 )
             if path == self.result:
                 return saved
+        if not self.started.is_file() and self.predictions.is_file() and self.predictions.stat().st_size:
+            raise ValueError(
+                f"{self.predictions} is there without {self.started.name} or {self.result.name}, so nobody knows what it "
+                "is of: give another --out, or --fresh to replace it"
+            )
         return None
 
     def begin(self) -> None:
-        """Start anew: what was there is no longer complete, then gone."""
+        """Start anew. After a kill at any point no old row stands beside the new conditions."""
         self.result.unlink(missing_ok=True)
-        write_atomically(self.started, json.dumps(self.conditions, indent=1) + "\n")
+        self.predictions.parent.mkdir(parents=True, exist_ok=True)
         self.predictions.write_bytes(b"")
+        write_atomically(self.started, json.dumps(self.conditions, indent=1) + "\n")
 
     def resume(self, questions: Sequence[Question], samples: int, batch: int) -> list[Row]:
         """Return the figures of the rows to keep, whole batches of `batch` questions, and cut the file after them.

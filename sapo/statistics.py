@@ -23,8 +23,8 @@ _TIE = 1e-12  # two means of the same scores, summed in another order
 class Comparison:
     """System A against system B on the same questions.
 
-    difference: mean of B minus mean of A, with its interval. gained: B right and A wrong; lost: the reverse. p_value: of
-    McNemar's exact test, None where a question has several answers.
+    difference: mean of B minus mean of A; low, high: its interval. gained: B right and A wrong; lost: the reverse.
+    p_value: of McNemar's exact test, None for scores other than 0 and 1.
     """
 
     n: int
@@ -45,9 +45,9 @@ def mean_interval(
 
     strata: scores, one a question, each array resampled by itself; one array is an ordinary mean. The interval is
     Efron's BCa (JASA 1987): it corrects for bias and skew, without which an interval for 125 questions and an EM of .03
-    covers the truth in 88 % of all cases instead of 95. A mean of zeros and ones takes few values, so quantiles are those
-    of the mid-distribution (Ma, Genton and Parzen 2011), which halves ties. At n = 125 and EM .03 to .5 it covers 94.5
-    to 96.5 %. Where all scores are equal nothing can be resampled: scores of 0 or 1 get Wilson's limits.
+    covers the truth in 88 % of all cases instead of 95. A mean of zeros and ones takes few values, so quantiles are
+    those of the mid-distribution (Ma, Genton and Parzen 2011), which halves ties. At n = 125 and EM .03 to .5 it covers
+    94.5 to 96.5 %. Where all scores are equal nothing can be resampled: scores of 0 or 1 get Wilson's limits.
     Raises ValueError for a stratum without scores.
     """
     arrays = [np.asarray(stratum, dtype=np.float64) for stratum in strata]
@@ -121,7 +121,7 @@ def mcnemar_p(gained: int, lost: int) -> float:
 
 
 def coverage(simulations: int = 1000, n: int = 125, p: float = 0.2, seed: int = 0) -> float:
-    """Return the share of simulated evaluations of n questions, each right with probability p, whose interval holds p."""
+    """Return the share of simulated evaluations whose interval holds p: n questions, each right with probability p."""
     rights = np.random.default_rng(seed).binomial(n, p, size=simulations)
     covered = 0
     for simulation, right in enumerate(rights.tolist()):

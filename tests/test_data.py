@@ -227,7 +227,8 @@ def test_prepare_reads_flashrags_folders(tmp_path, monkeypatch, capsys):
     assert "test mix: 7 questions of 7" in out and "training mix: 14 questions of 14" in out
     assert "other than known" in out  # not the questions of FlashRAG's NQ
     assert lines(tmp_path / "out" / "hotpotqa.jsonl")[2] == {
-        "id": "hotpotqa:dev_2", "question": "hotpotqa 2", "golden_answers": ["a2"], "data_source": "hotpotqa", "split": "dev"
+        "id": "hotpotqa:dev_2", "question": "hotpotqa 2", "golden_answers": ["a2"], "data_source": "hotpotqa",
+        "split": "dev",
     }  # fmt: skip
     train, held_out = (lines(tmp_path / "out" / f"{name}.jsonl") for name in ("train", "heldout"))
     assert len(train) == 12 and len(held_out) == 2

@@ -153,8 +153,7 @@ def rows_of(questions, samples=1):
 
 
 def started(folder, conditions=None):
-    files = EvaluationFiles(folder, "x", conditions or {"model": "m", "top_k": 3})
-    return files
+    return EvaluationFiles(folder, "x", conditions or {"model": "m", "top_k": 3})
 
 
 def test_a_torn_line_and_a_half_batch_are_cut_and_no_row_comes_twice(tmp_path):
@@ -204,5 +203,9 @@ def test_files_of_other_conditions_are_refused_and_complete_ones_returned(tmp_pa
     assert started(tmp_path).finished() == {"model": "m", "top_k": 3, "em": 1.0}
     with pytest.raises(ValueError, match=r'x.json .*model is "m" there, "n" here'):
         started(tmp_path, {"model": "n", "top_k": 3}).finished()
+    files.result.unlink()
+    with pytest.raises(ValueError, match="x.predictions.jsonl is there without x.started.json or x.json"):
+        started(tmp_path).finished()
     started(tmp_path, {"model": "n", "top_k": 3}).begin()  # --fresh
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.predictions.jsonl", "x.started.json"]
+    assert files.predictions.read_bytes() == b""

@@ -11,9 +11,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = (
     {"loss", "baselines", "advantage", "reward", "types", "protocol"},
-    {"attention", "batch", "packing", "policy", "lora", "shards", "engine", "data", "world", "metrics", "diagnostics"}
-    | {"statistics"},
-    {"rollout", "evaluation", "agents", "endpoint", "eval_report", "warm_start", "checkpoint", "distributed", "launch", "watch", "report"},
+    {"attention", "batch", "packing", "policy", "lora", "shards", "engine", "data", "world", "metrics", "diagnostics",
+     "statistics"},
+    {"rollout", "evaluation", "agents", "endpoint", "eval_report", "warm_start", "checkpoint", "distributed", "launch",
+     "watch", "report"},
     {"assemble", "plan", "train", "evaluate"},
 )
 # Only the scripts and what they share see the whole Config; it borrows the settings of two modules.
