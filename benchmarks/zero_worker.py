@@ -16,6 +16,7 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,12 +28,13 @@ from torch import Tensor, nn
 
 from benchmarks.loss import relative_error
 from sapo import distributed
+from sapo.baselines import LOSSES
 from sapo.batch import Minibatch, plan_step
 from sapo.distributed import Distributed, Updater, frozen_reference, setup
 from sapo.engine.hf import HFEngine
 from sapo.engine.sampling import Sampling
 from sapo.lora import add_adapters, merged_weights
-from sapo.loss import policy_loss
+from sapo.loss import policy_loss, sapo
 from sapo.policy import Policy, load_policy, load_tokenizer
 from sapo.protocol import PROTOCOLS
 from sapo.rollout import Budget, rollout
@@ -117,6 +119,8 @@ def make_updates(dist: Distributed, args: argparse.Namespace, lora: bool) -> dic
     reference_bytes = resident_bytes() - without_reference
     old_logprobs: list[Tensor] = []
     losses: list[float] = []
+    # has neither gate nor clip: a token at an edge is on one side or the other by the rounding of its logprob
+    objective = LOSSES["soft_sapo"] if args.no_edges else sapo
 
     def share(model: nn.Module, item: tuple[int, Batch]) -> Tensor:
         index, batch = item
@@ -125,7 +129,7 @@ def make_updates(dist: Distributed, args: argparse.Namespace, lora: bool) -> dic
             old_logprobs.append(logprobs.detach())
         loss = policy_loss(
             logprobs, old_logprobs[index], batch.advantages, batch.loss_mask, minibatch.counts,
-            ref_logprobs=ref_logprobs[index], ref_kl_coef=REF_KL,
+            objective=objective, ref_logprobs=ref_logprobs[index], ref_kl_coef=REF_KL,
         ).loss  # fmt: skip
         losses[-1] += loss.item()
         return loss
@@ -337,6 +341,7 @@ def main() -> None:
     parser.add_argument("--live-weights", type=int, help="ZeRO's limits as if 1e9, its default, were so many weights")
     parser.add_argument("--turns", action="store_true", help="roll out with 1 and 5 turns, then update once more")
     parser.add_argument("--updates", type=int, default=5)
+    parser.add_argument("--no-edges", action="store_true", help="a loss without gate and clip")
     parser.add_argument("--questions", type=int, default=3)
     parser.add_argument("--micro-batch-responses", type=int, default=2)
     parser.add_argument("--prompt-tokens", type=int, default=32)

