@@ -18,7 +18,17 @@ import faiss
 
 from retriever.corpus import Corpus
 from retriever.encoder import Encoder, HashedEncoder, Settings, make_encoder
-from retriever.index import KINDS, SHARD_ROWS, IndexSpec, Progress, build_index, load_index, read_vectors
+from retriever.index import (
+    KINDS,
+    SHARD_ROWS,
+    IndexSpec,
+    Progress,
+    build_index,
+    has_index,
+    load_index,
+    read_meta,
+    read_vectors,
+)
 from retriever.types import RetrieverError
 
 
@@ -33,20 +43,27 @@ def main(argv: list[str] | None = None) -> int:
             print(f"reading {args.corpus}", file=sys.stderr)
         if args.kind != "bm25":
             encoder = make_encoder(encoder_settings(args))
-            meta = build_index(
-                args.corpus,
-                args.out,
-                encoder,
-                spec=IndexSpec(args.index, args.lists, args.probes, args.links, args.candidates),
-                source=None if args.vectors is None else _source(args.vectors, encoder),
-                overwrite=args.overwrite,
-                batch_size=args.batch_size,
-                shard_rows=args.shard_rows,
-                rank=rank,
-                world_size=world_size,
-                barrier=barrier,
-                progress=progress,
-            )
+            spec = IndexSpec(args.index, args.lists, args.probes, args.links, args.candidates)
+            half_done = args.kind == "hybrid" and not args.overwrite and _only_words_lack(args, encoder, spec)
+            barrier()  # before the words are there
+            meta = None
+            if half_done and rank == 0:
+                print(f"{args.out}: the vectors are there already", file=sys.stderr)
+            if not half_done:
+                meta = build_index(
+                    args.corpus,
+                    args.out,
+                    encoder,
+                    spec=spec,
+                    source=None if args.vectors is None else _source(args.vectors, encoder),
+                    overwrite=args.overwrite,
+                    batch_size=args.batch_size,
+                    shard_rows=args.shard_rows,
+                    rank=rank,
+                    world_size=world_size,
+                    barrier=barrier,
+                    progress=progress,
+                )
             if meta is not None:
                 info = meta.info()
                 print(
@@ -70,7 +87,7 @@ def add_encoder_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--passage-prefix", help='put before passages, such as "passage: "')
     group.add_argument("--normalize", type=_yes_or_no, help="yes or no: vectors of length 1")
     group.add_argument("--max-length", type=int, help="tokens of a text that are read (default: 512 at most)")
-    group.add_argument("--dtype", help="of the forward pass (default: float16 on a GPU, what is fast on a CPU)")
+    group.add_argument("--dtype", help="of the forward pass (default: float16 on a GPU, float32 on a CPU)")
     group.add_argument("--dim", type=int, help=f"vector size of the hashed encoder (default: {HashedEncoder().dim})")
 
 
@@ -149,12 +166,22 @@ def _source(path: Path, encoder: Encoder) -> faiss.Index:
     return read_vectors(path)
 
 
+def _only_words_lack(args: argparse.Namespace, encoder: Encoder, spec: IndexSpec) -> bool:
+    """Whether --out holds the vectors that are asked for, but no lexical index: a hybrid build was stopped there."""
+    from retriever.lexical import has_lexical
+
+    if not has_index(args.out) or has_lexical(args.out):
+        return False
+    meta = read_meta(args.out)
+    same = (meta.encoder, meta.index_type) == (encoder.settings(), spec.for_passages(meta.passages).label())
+    return same and meta.corpus_id == Corpus(args.corpus, cache_dir=args.out).corpus_id
+
+
 def _build_lexical(corpus_path: Path, out: Path, overwrite: bool) -> None:
     from retriever.lexical import build_lexical
 
     start = time.monotonic()
-    out.mkdir(parents=True, exist_ok=True)
-    meta = build_lexical(Corpus(corpus_path, cache_dir=out), out, overwrite=overwrite)
+    meta = build_lexical(corpus_path, out, overwrite=overwrite)
     print(f"{out}: BM25, {meta.passages} passages, {meta.words} words, {time.monotonic() - start:.1f} s")
 
 

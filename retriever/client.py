@@ -37,6 +37,7 @@ ATTEMPTS_AT_START = 5
 FIRST_PAUSE_S = 0.5
 ASIDE_S = 30.0  # a replica that failed is asked after the others for so long
 MAX_ANSWER_BYTES = 1 << 28
+STOP_S = 40.0  # the server itself gives requests in flight 30 s
 CACHED_QUERIES = 1 << 14
 
 _TRANSIENT_STATUS = {408, 429, 500, 502, 503, 504}
@@ -75,13 +76,14 @@ class RetrieverClient:
 
     url: base URL of the server, with or without /retrieve, or those of several replicas: they take turns, and another
     one answers in place of one that fails. Proxy settings of the environment are not used.
-    timeout_s: seconds for one `search`, retries included. A refused or broken connection and the statuses 408, 429,
-    500, 502, 503 and 504 are retried with back-off until then, not before the time of a Retry-After: a server may be
-    restarted meanwhile. An answer that begins late and then stalls can take up to twice timeout_s.
+    timeout_s: seconds for one `search`, all its requests and retries included. A refused or broken connection and the
+    statuses 408, 429, 500, 502, 503 and 504 are retried with back-off until then, not before the time of a Retry-After:
+    a server may be restarted meanwhile. An answer that begins late and then stalls can take up to twice timeout_s.
     max_query_chars: characters of a query that are sent; the rest is dropped. max_answer_bytes: a longer answer is
     refused. token: sent as a bearer token. cached_queries: answers that are remembered, the least recently used go
     first; 0 remembers none.
-    Raises RetrieverError for a URL that is not http or https; ValueError for a limit that is out of range.
+    Raises RetrieverError for a URL that is not http or https; ValueError for a limit that is out of range or a token
+    that no header can hold.
     """
 
     def __init__(
@@ -102,6 +104,8 @@ class RetrieverClient:
         base_urls = [_base_url(one) for one in ([url] if isinstance(url, str) else url)]
         if not base_urls:
             raise RetrieverError("retriever.url names no server; write it as http://127.0.0.1:8000")
+        if token:
+            check_token(token, "the environment variable of retriever.token_env")
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         headers |= {"Authorization": f"Bearer {token}"} if token else {}
         self._replicas = [
@@ -112,22 +116,25 @@ class RetrieverClient:
         self._timeout_s = timeout_s
         self._max_query_chars = max_query_chars
         self._max_answer_bytes = max_answer_bytes
-        self._max_queries = sys.maxsize  # in one request
+        self._max_queries = self._max_passages = sys.maxsize  # in one request
         self._index_id: str | None = None
         self._cached_queries = cached_queries
         self._cache: OrderedDict[tuple[str, int], Found] = OrderedDict()
         self._lock = Lock()  # of the cache
         self._info = IndexInfo(_UNKNOWN, passages=0, encoder=f"server {base_urls[0]}", dim=0, index_type="remote")
 
-    def connect(self, *, top_k: int = 1, encoder: str = "", corpus_id: str = "") -> None:
+    def connect(
+        self, *, top_k: int = 1, encoder: str | Mapping[str, Any] | None = None, corpus_id: str = ""
+    ) -> None:
         """Ask every replica for a result, and check what it serves where it can tell.
 
         top_k: passages that will be asked for. encoder: name that the index's encoder must have, whatever folder it
-        is in; not checked when empty or when the server cannot tell, like Search-R1's. corpus_id: beginning of the
-        sha256 that its corpus must have; a server that cannot tell is refused unless it is empty.
+        is in, or settings with `name`, all of which must be its; not checked when the server cannot tell, like
+        Search-R1's. corpus_id: beginning of the sha256 that its corpus must have; a server that cannot tell is refused
+        unless it is empty.
         Raises RetrieverError when a replica cannot be reached, serves anything else, or not the same as the others.
         """
-        limits = []
+        limits: list[dict[str, int]] = []
         for replica in self._replicas:
             served = self._served(replica)
             if served is None:
@@ -140,28 +147,33 @@ class RetrieverClient:
                 info, limit = served
                 _check_served(replica.base_url, info, limit, top_k, encoder, corpus_id, self._max_query_chars)
                 self._info = info
-                limits.append(limit["max_queries"])
+                limits.append(limit)
             body = json.dumps({"queries": ["is anybody there?"], "topk": 1, "return_scores": True}).encode()
-            self._results(*self._ask([replica], "POST", "/retrieve", body, ATTEMPTS_AT_START), 1, 1)
-        self._max_queries = min(limits, default=self._max_queries)
+            answer = self._ask([replica], "POST", "/retrieve", body, self._deadline(), ATTEMPTS_AT_START)
+            self._results(*answer, 1, 1)
+        self._max_queries = min((limit["max_queries"] for limit in limits), default=sys.maxsize)
+        self._max_passages = min((limit["max_passages"] for limit in limits), default=sys.maxsize)
 
     def search(self, queries: list[str], k: int) -> list[list[Passage]]:
         """Return for each query at most `k` passages, best first, each different query sent once, in one request.
 
-        More queries than the server takes at once, by what it said to `connect`, go in several.
+        More queries than the server takes at once, by what it said to `connect`, go in several. A blank query is not
+        sent and finds nothing; half of a surrogate pair, which is no text, is sent as "?".
         Raises RetrieverError naming the URL when no server can be reached, answers in time, or answers anything but
         the documented JSON, or when another index has taken the place of the one that was searched before; ValueError
         unless k >= 1.
         """
         if k < 1:
             raise ValueError(f"k must be at least 1, got {k}")
-        cut = [query[: self._max_query_chars] for query in queries]
+        cut = [query[: self._max_query_chars].encode(errors="replace").decode() for query in queries]
         found = self._remembered(dict.fromkeys(cut), k)
+        found |= {query: () for query in cut if not query.strip()}
         asked = [query for query in dict.fromkeys(cut) if query not in found]
-        for start in range(0, len(asked), self._max_queries):
-            part = asked[start : start + self._max_queries]
+        most, deadline = max(1, min(self._max_queries, self._max_passages // k)), self._deadline()
+        for start in range(0, len(asked), most):
+            part = asked[start : start + most]
             body = json.dumps({"queries": part, "topk": k, "return_scores": True}).encode()
-            answer = self._ask(self._in_turn(), "POST", "/retrieve", body)
+            answer = self._ask(self._in_turn(), "POST", "/retrieve", body, deadline)
             results = dict(zip(part, self._results(*answer, len(part), k)))
             self._remember(results, k)
             found |= results
@@ -175,6 +187,10 @@ class RetrieverClient:
         """Close the connections that are open; a later search opens new ones."""
         for replica in self._replicas:
             replica.pool.close()
+
+    def _deadline(self) -> float:
+        """Return when a search that begins now must have ended, on the monotonic clock."""
+        return time.monotonic() + self._timeout_s
 
     def _remembered(self, queries: dict[str, None], k: int) -> dict[str, Found]:
         with self._lock:
@@ -198,15 +214,19 @@ class RetrieverClient:
 
     def _served(self, replica: _Replica) -> tuple[IndexInfo, dict[str, int]] | None:
         """Return what /info says of the index and of the limits of a request; None when the server has no /info."""
-        url, response, content = self._ask([replica], "GET", "/info", None, ATTEMPTS_AT_START, _NO_INFO_STATUS)
+        url, response, content = self._ask(
+            [replica], "GET", "/info", None, self._deadline(), ATTEMPTS_AT_START, _NO_INFO_STATUS
+        )
         if response.status in _NO_INFO_STATUS:
             return None
         answer = _json(url, response, content)
         try:
             index, limits = _field("the answer", answer, "index", dict), _field("the answer", answer, "limits", dict)
-            for name in ("max_queries", "max_topk", "max_query_chars"):
+            for name in ("max_queries", "max_passages", "max_topk", "max_query_chars"):
                 _field("limits", limits, name, int)
-            for name, kind in (("corpus_id", str), ("encoder", str), ("passages", int)):
+            for name, kind in (
+                ("corpus_id", str), ("encoder", str), ("passages", int), ("encoder_settings", (dict, type(None))),
+            ):  # fmt: skip
                 _field("index", index, name, kind)
             names = {field.name for field in dataclasses.fields(IndexInfo)}
             return IndexInfo(**{name: index[name] for name in names & index.keys()}), limits
@@ -242,15 +262,15 @@ class RetrieverClient:
         method: str,
         path: str,
         body: bytes | None,
+        deadline: float,
         attempts: float = math.inf,
         accepted: frozenset[int] | set[int] = frozenset(),
     ) -> tuple[str, urllib3.BaseHTTPResponse, bytes]:
         """Return URL, response and body of the first answer of status 200 or `accepted`.
 
         The replicas are asked one after the other, with a pause after each round; `attempts` bounds the rounds and
-        timeout_s the time. Raises RetrieverError with the last failure.
+        `deadline` the time. Raises RetrieverError with the last failure.
         """
-        deadline = time.monotonic() + self._timeout_s
         for attempt in itertools.count():
             turn, place = divmod(attempt, len(replicas))
             replica = replicas[place]
@@ -324,12 +344,12 @@ def _check_served(
     info: IndexInfo,
     limits: dict[str, int],
     top_k: int,
-    encoder: str,
+    encoder: str | Mapping[str, Any] | None,
     corpus_id: str,
     max_query_chars: int,
 ) -> None:
     """Raise RetrieverError naming the setting that the server does not meet."""
-    if encoder and info.encoder.split(" ")[0].rstrip("/").split("/")[-1] != encoder.rstrip("/").split("/")[-1]:
+    if encoder and not _is_encoder({"name": encoder} if isinstance(encoder, str) else encoder, info.encoder_settings):
         raise RetrieverError(
             f"{url}: its index was built with the encoder {info.encoder!r}, retriever.encoder is {encoder!r}: "
             "start the server with another index, or correct retriever.encoder"
@@ -348,6 +368,22 @@ def _check_served(
                 f"{url}: takes at most {limits[name]}, but {key} = {asked}: lower it, or start the server with "
                 f"{flag} {asked}"
             )
+
+
+def _is_encoder(asked: Mapping[str, Any], served: Mapping[str, Any] | None) -> bool:
+    """Whether the settings asked for, but for how the encoder is run, are those served; of the name its last part."""
+    last = [str(settings["name"]).rstrip("/").split("/")[-1] for settings in (asked, served or {"name": ""})]
+    others = {key: value for key, value in asked.items() if key not in ("name", "device", "dtype")}
+    return served is not None and last[0] == last[1] and others.items() <= served.items()
+
+
+def check_token(token: str, place: str) -> None:
+    """Raise ValueError, naming the place it is from but not the token, when no HTTP header can hold it."""
+    if not token.isprintable() or token != token.strip() or any(ord(character) > 255 for character in token):
+        raise ValueError(
+            f"{place}: its token cannot be sent in an HTTP header, as it holds a line end or another control "
+            "character, a space at an end or a character beyond Latin-1: use another token"
+        )
 
 
 def _json(url: str, response: urllib3.BaseHTTPResponse, content: bytes) -> Any:
@@ -378,8 +414,8 @@ def _status_error(url: str, response: urllib3.BaseHTTPResponse, content: bytes) 
 def start_server(corpus: str | Path, index: str | Path, **options: Any) -> tuple[subprocess.Popen[bytes], str]:
     """Start a server for this process on a free port of 127.0.0.1; return it and its URL, once it answers.
 
-    The server ends when its standard input closes: at the latest with this process, however that ends. It is in a
-    session of its own, so a Ctrl-C meant for this process leaves it running.
+    The server ends when its standard input closes or this process has ended, however that ends. It is in a session of
+    its own, so a Ctrl-C meant for this process leaves it running.
     options: of the command, as threads=2 for --threads 2; None, False and "" leave one out.
     Raises RetrieverError when it ends before it answers; its own message is on stderr by then.
     """
@@ -406,10 +442,15 @@ def start_server(corpus: str | Path, index: str | Path, **options: Any) -> tuple
 
 
 def stop_server(process: subprocess.Popen[bytes]) -> None:
-    """Stop a server of `start_server`; requests in flight are answered first."""
+    """Stop a server of `start_server`; requests in flight are answered first, for at most STOP_S seconds."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.close()
-    process.wait()
+    process.terminate()  # a child that this process forked may hold the pipe open
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
     process.stdout.close()
 
 

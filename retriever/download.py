@@ -1,7 +1,8 @@
 """Fetch Search-R1's Wikipedia passages and their E5 index: `python -m retriever.download --wiki18 --out data/wiki-18`.
 
 It says what it will fetch and asks before it does. A stopped download goes on when the command is repeated; every file
-is checked against the sha256 that the hub has of it. The hub is that of `huggingface_hub` (HF_ENDPOINT).
+is checked against the sha256 that the hub has of it. The hub is that of `huggingface_hub` (HF_ENDPOINT), proxies are
+those of the environment (HTTPS_PROXY, NO_PROXY).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import time
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
+from urllib.request import getproxies, proxy_bypass
 
 import urllib3
 
@@ -146,7 +149,7 @@ def _append(file: RemoteFile, part: Path) -> None:
 
     have = part.stat().st_size
     location = get_hf_file_metadata(hf_hub_url(file.repo, file.name, repo_type="dataset")).location
-    response = urllib3.request(
+    response = _connections(location).request(
         "GET", location, headers={"Range": f"bytes={have}-"}, preload_content=False, timeout=TIMEOUT_S, retries=False
     )
     with closing(response), part.open("ab") as out:
@@ -159,6 +162,17 @@ def _append(file: RemoteFile, part: Path) -> None:
             if time.monotonic() - last > REPORT_EVERY_S:
                 last = time.monotonic()
                 print(f"{file.name}: {have / 1e9:,.2f} of {file.size_bytes / 1e9:,.2f} GB", flush=True)
+
+
+def _connections(url: str) -> urllib3.PoolManager:
+    """Return what fetches this address: through the proxy of the environment, where it names one."""
+    address, proxies = urllib3.util.parse_url(url), getproxies()
+    proxy = proxies.get(address.scheme or "") or proxies.get("all")
+    if not proxy or proxy_bypass(address.host or ""):
+        return urllib3.PoolManager()
+    login = urllib3.util.parse_url(proxy).auth
+    headers = urllib3.make_headers(proxy_basic_auth=unquote(login)) if login else None
+    return urllib3.ProxyManager(proxy, proxy_headers=headers)
 
 
 def join_parts(parts: list[Path], whole: Path) -> None:
@@ -206,9 +220,15 @@ def _mark(folder: Path, file: RemoteFile) -> Path:
 
 
 def _is_complete(folder: Path, file: RemoteFile) -> bool:
+    """Whether the file is there and checked. Raises RetrieverError for another one that was not fetched by this."""
     path, mark = folder / file.name, _mark(folder, file)
-    checked = mark.is_file() and mark.read_text().strip() == file.sha256
-    return checked and path.is_file() and path.stat().st_size == file.size_bytes
+    if not path.exists():
+        return False
+    if not mark.is_file():  # brought by hand
+        if path.stat().st_size != file.size_bytes or (file.sha256 and sha256_of(path) != file.sha256):
+            raise RetrieverError(f"{path} is not the file that the hub has; move it away or give another --out")
+        mark.write_text(f"{file.sha256}\n")
+    return mark.read_text().strip() == file.sha256 and path.stat().st_size == file.size_bytes
 
 
 def _existing(path: Path) -> Path:

@@ -40,6 +40,8 @@ class HybridRetriever:
 
     def search(self, queries: list[str], k: int) -> list[list[Passage]]:
         """Return for each query at most `k` passages, best first. Raises ValueError unless k >= 1."""
+        if k < 1:
+            raise ValueError(f"k must be at least 1, got {k}")
         found = [retriever.search(queries, max(k, self._depth)) for retriever in self._retrievers]
         return [reciprocal_rank_fusion(lists, self._weights)[:k] for lists in zip(*found)]
 

@@ -3,7 +3,7 @@
     meta.json            IndexMeta
     index.faiss          vectors, row n = corpus row n
     encoder.npz          what the encoder learned from the corpus; no arrays when it learns nothing
-    corpus.offsets.npy   row offsets of the corpus, a cache
+    corpus.*             row offsets of the corpus and what its .gz file holds, caches
     bm25/                the lexical index of retriever/lexical.py, where one was built
 
 While it is built, a hidden folder beside it, .NAME.building, holds the vectors in shards: a build that was stopped, by
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ from zipfile import BadZipFile
 import faiss
 import numpy as np
 
-from retriever.corpus import OFFSETS_FILE, UNPACKED_FILE, Corpus
+from retriever.corpus import CACHE_FILES, Corpus, file_fingerprint
 from retriever.encoder import Encoder, Settings, make_encoder
 from retriever.types import IndexInfo, RetrieverError
 
@@ -43,10 +43,15 @@ METRIC = "inner_product"
 
 Progress = Callable[[int, int], None]  # passages encoded, passages in all
 
-_NOT_VECTORS = {"bm25", OFFSETS_FILE, UNPACKED_FILE}  # what a lexical index leaves in its folder
-# Least cosine of a stored vector and the one that its passage gets from the same encoder: E5 in bfloat16 keeps .99998,
-# without its prefix .998, with that of queries .991.
-_SAME_VECTOR = 0.9995
+# What a lexical index leaves in its folder, and all that a build does.
+_NOT_VECTORS = re.compile(rf"bm25|\.bm25\.[0-9a-f]{{32}}(\.old)?|{CACHE_FILES.pattern}")
+_OWN_FILES = re.compile(rf"meta\.json|index\.faiss|encoder\.npz|plan\.json|lock|shard_\d+\.npy|{_NOT_VECTORS.pattern}")
+# Cosine of a stored vector and the one that its passage gets from the same encoder. The median tells wrong settings: E5
+# in bfloat16 keeps .99998, without its prefix .998, with that of queries .991. The least tells other passages (those of
+# neighbouring rows of HotpotQA have .82, one in a hundred .94); ivf_pq keeps .987, and a passage that was cut at 180
+# tokens, as Search-R1 did with a tenth of them, .989.
+_SAME_VECTOR, _SAME_PASSAGE = 0.9995, 0.97
+_SAMPLE_ROWS = 32
 _NOT_COMPARED = {"name", "device", "dtype"}  # of a model: `weights` tells it apart, wherever it lies
 
 
@@ -135,7 +140,8 @@ class IndexMeta:
     vectors_id: str = ""
 
     def info(self) -> IndexInfo:
-        return IndexInfo(self.corpus_id, self.passages, settings_text(self.encoder), self.dim, self.index_type)
+        encoder = settings_text(self.encoder)
+        return IndexInfo(self.corpus_id, self.passages, encoder, self.dim, self.index_type, self.encoder)
 
 
 @dataclass(frozen=True)
@@ -169,6 +175,15 @@ def set_effort(vectors: faiss.Index, effort: int) -> None:
         vectors.hnsw.efSearch = effort
 
 
+def search_label(kind: str, vectors: faiss.Index) -> str:
+    """Return the kind with what searches of these vectors look at, as `IndexSpec.label` has it."""
+    if isinstance(vectors, faiss.IndexIVF):
+        return f"{kind} lists={vectors.nlist} probes={vectors.nprobe}"
+    if isinstance(vectors, faiss.IndexHNSW):
+        return f"{kind} links={vectors.hnsw.nb_neighbors(1)} candidates={vectors.hnsw.efSearch}"
+    return kind
+
+
 # building
 
 
@@ -198,14 +213,16 @@ def build_index(
     Raises FileExistsError when the folder holds anything else, or an index without `overwrite`; RetrieverError for a
     bad corpus and for a stopped build with other settings.
     """
+    if batch_size < 1 or shard_rows < 1:
+        raise ValueError(f"batch_size and shard_rows must be at least 1, got {batch_size} and {shard_rows}")
     folder = Path(folder)
     if rank == 0:
-        refuse_to_overwrite(folder, has_index(folder), overwrite)
+        refuse_to_overwrite(folder, overwrite)
         folder.parent.mkdir(parents=True, exist_ok=True)
     barrier()
-    with _locked(folder.with_name(f".{folder.name}.building"), rank, barrier) as workshop:
+    with build_lock(folder, rank, barrier) as workshop:
         if rank == 0:
-            refuse_to_overwrite(folder, has_index(folder), overwrite)  # another process may have been faster
+            refuse_to_overwrite(folder, overwrite)  # another process may have been faster
             corpus = Corpus(corpus_path, cache_dir=workshop)
         barrier()
         if rank > 0:
@@ -242,7 +259,7 @@ def build_index(
                 if source is None:
                     found = encoder.encode_passages([corpus[i].contents for i in range(row, stop)])
                 else:
-                    found = source.reconstruct_n(row, stop - row)
+                    found = source.reconstruct_batch(np.arange(row, stop))
                 vectors[row - start : stop - start] = found
                 done = min(done + (stop - row) * world_size, len(corpus))
                 if progress:
@@ -315,8 +332,12 @@ def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 @contextmanager
-def _locked(workshop: Path, rank: int, barrier: Callable[[], None]) -> Iterator[Path]:
-    """Make the folder and keep other builds out of it, which wait; remove it when it holds no shard in the end."""
+def build_lock(folder: Path, rank: int = 0, barrier: Callable[[], None] = lambda: None) -> Iterator[Path]:
+    """Make the hidden folder beside an index folder and keep other builds of that index waiting; return its path.
+
+    It is removed when it holds no shard in the end.
+    """
+    workshop = folder.with_name(f".{folder.name}.building")
     if rank:
         barrier()
         yield workshop
@@ -345,25 +366,49 @@ def _locked(workshop: Path, rank: int, barrier: Callable[[], None]) -> Iterator[
         lock.close()
 
 
-def refuse_to_overwrite(folder: Path, finished: bool, overwrite: bool) -> None:
-    """Raise FileExistsError unless the folder is free: absent, empty, or a finished index with `overwrite`."""
-    if finished:
-        if not overwrite:
-            raise FileExistsError(f"{folder} already holds an index: give another folder, or ask to overwrite it")
-    elif folder.exists() and (not folder.is_dir() or not {path.name for path in folder.iterdir()} <= _NOT_VECTORS):
-        raise FileExistsError(f"{folder} exists and is not an index: give another folder or remove it")
+def refuse_to_overwrite(folder: Path, overwrite: bool, vectors: bool = True) -> None:
+    """Raise FileExistsError unless the folder may be written: absent, without vectors, or an index with `overwrite`.
+
+    An index is a folder with an `IndexMeta` and none but files of ours: nothing else is ever removed. vectors: whether
+    vectors are to be written; a lexical index may be added to an index.
+    """
+    if not folder.exists():
+        return
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {folder.name}
+    is_index = folder.is_dir() and _is_index(folder)
+    if is_index and not vectors:
+        return
+    foreign = sorted(name for name in names if not (_OWN_FILES if is_index else _NOT_VECTORS).fullmatch(name))
+    if is_index and not overwrite:
+        raise FileExistsError(f"{folder} already holds an index: give another folder, or ask to overwrite it")
+    if foreign:
+        what = "holds files that are no part of its index" if is_index else "exists and is not an index"
+        raise FileExistsError(
+            f"{folder} {what} ({', '.join(foreign[:5])}{', ...' if foreign[5:] else ''}): give another folder or move "
+            "them away"
+        )
+
+
+def _is_index(folder: Path) -> bool:
+    try:
+        read_meta(folder)
+    except (RetrieverError, OSError):
+        return False
+    return True
 
 
 def _publish(workshop: Path, folder: Path, overwrite: bool) -> None:
     """Give the finished folder its name, then drop what only the build needed: killed in between, nothing is lost."""
-    refuse_to_overwrite(folder, has_index(folder), overwrite)
+    refuse_to_overwrite(folder, overwrite)
     old = workshop.with_name(f"{workshop.name}.{uuid.uuid4().hex}.old")
     if folder.exists():
         if (folder / "bm25").is_dir():
             (folder / "bm25").rename(workshop / "bm25")
         folder.rename(old)
     workshop.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    for place in folder.parent.iterdir():  # also what a killed build has left
+        if place.name.startswith(f"{workshop.name}.") and place.suffix == ".old":
+            shutil.rmtree(place, ignore_errors=True)
     for path in (*folder.glob("shard_*.npy"), folder / PLAN_FILE, folder / "lock"):
         path.unlink()
 
@@ -381,7 +426,7 @@ def load_index(
     another encoder is asked for.
     """
     folder = Path(folder)
-    meta = _read_meta(folder)
+    meta = read_meta(folder)
     if meta.vectors_id and (folder / VECTORS_FILE).exists():
         if file_fingerprint(folder / VECTORS_FILE) != meta.vectors_id:
             raise RetrieverError(
@@ -417,17 +462,23 @@ def read_vectors(path: Path) -> faiss.Index:
 def adopt_vectors(path: str | Path, corpus: Corpus, encoder: Encoder) -> PassageIndex:
     """Open a FAISS file that has no description, as Search-R1's e5_Flat.index, for a corpus and a declared encoder.
 
-    The numbers of vectors and passages must agree, and the vectors of some passages must be those that the encoder
-    gives them. Raises RetrieverError otherwise.
+    See `check_source` for what must agree; RetrieverError is raised otherwise.
     """
     vectors = read_vectors(Path(path))
     check_source(vectors, corpus, encoder, str(path))
-    meta = IndexMeta(corpus.corpus_id, len(corpus), encoder.dim, type(vectors).__name__, encoder.settings())
+    if isinstance(vectors, faiss.IndexIVF):
+        vectors.set_direct_map_type(faiss.DirectMap.NoMap)
+    label = search_label(type(vectors).__name__, vectors)
+    meta = IndexMeta(corpus.corpus_id, len(corpus), encoder.dim, label, encoder.settings())
     return PassageIndex(vectors, meta)
 
 
 def check_source(vectors: faiss.Index, corpus: Corpus, encoder: Encoder, name: str = "the index") -> None:
-    """Raise RetrieverError unless these are the vectors of this corpus by this encoder, as far as a sample tells."""
+    """Raise RetrieverError unless these are the vectors of this corpus by this encoder, as far as a sample tells.
+
+    The number of vectors must be that of the passages, and 32 vectors, the first and the last among them, must be those
+    that the encoder gives their passages. Inverted lists get a direct map, 8 bytes a vector.
+    """
     if vectors.ntotal != len(corpus):
         raise RetrieverError(
             f"{name}: holds {vectors.ntotal} vectors, but {corpus.path} has {len(corpus)} passages; give the corpus "
@@ -438,19 +489,28 @@ def check_source(vectors: faiss.Index, corpus: Corpus, encoder: Encoder, name: s
             f"{name}: its vectors have {vectors.d} numbers, those of the encoder {encoder.settings()['name']!r} have "
             f"{encoder.dim}; name the encoder that the index was built with"
         )
-    rows = np.unique(np.linspace(0, len(corpus) - 1, 8).astype(np.int64))
+    rows = np.unique(np.linspace(0, len(corpus) - 1, _SAMPLE_ROWS).astype(np.int64))
     try:
+        if isinstance(vectors, faiss.IndexIVF):
+            vectors.make_direct_map()
         stored = vectors.reconstruct_batch(rows)
-    except RuntimeError:  # inverted lists do not find a vector by its row
-        return
+    except RuntimeError as error:
+        raise RetrieverError(
+            f"{name}: FAISS reads none of its vectors by row ({type(vectors).__name__}, or ids other than the rows of "
+            "the corpus), so nothing tells whether they are those of this corpus; give an index without ids of its own"
+        ) from error
     expected = encoder.encode_passages([corpus[int(row)].contents for row in rows])
     norms = np.linalg.norm(stored, axis=1) * np.linalg.norm(expected, axis=1)
-    cosines = (stored * expected).sum(axis=1) / np.maximum(norms, 1e-12)
-    if np.median(cosines) < _SAME_VECTOR:
+    both_zero = ~stored.any(axis=1) & ~expected.any(axis=1)
+    cosines = np.where(norms > 0, (stored * expected).sum(axis=1) / np.maximum(norms, 1e-12), both_zero)
+    rounded = isinstance(vectors, (faiss.IndexPQ, faiss.IndexIVFPQ))  # too much to tell settings
+    median, least = float(np.median(cosines)), int(cosines.argmin())
+    if cosines[least] < _SAME_PASSAGE or (median < _SAME_VECTOR and not rounded):
         raise RetrieverError(
-            f"{name}: its vectors are not those of this corpus by this encoder (cosine {np.median(cosines):.3f} where "
-            f"the same gives 1.000; the encoder is {settings_text(encoder.settings())}); correct the encoder, its "
-            "pooling or its passage_prefix, or give the corpus that the index was built from"
+            f"{name}: its vectors are not those of this corpus by this encoder (cosine {cosines[least]:.3f} in row "
+            f"{rows[least]}, {median:.4f} in the middle, where the same gives 1; the encoder is "
+            f"{settings_text(encoder.settings())}); correct the encoder, its pooling, passage_prefix or max_length, or "
+            "give the corpus that the index was built from"
         )
 
 
@@ -512,28 +572,13 @@ def _float16_index(dim: int, device: int | str) -> faiss.Index:
     return faiss.GpuIndexFlatIP(faiss.StandardGpuResources(), dim, config)
 
 
-def file_fingerprint(path: Path, blocks: int = 64, block_bytes: int = 4096) -> str:
-    """Return 16 hex digits of a file's size and of evenly spread parts, first and last bytes included.
-
-    It takes milliseconds for files of any size, finds one that is cut, replaced or of another build, but not every
-    single changed byte.
-    """
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        digest.update(str(size).encode())
-        for start in np.linspace(0, max(0, size - block_bytes), blocks).astype(np.int64).tolist():
-            file.seek(start)
-            digest.update(file.read(block_bytes))
-    return digest.hexdigest()[:16]
-
-
 def build_command(corpus_path: str | Path, folder: str | Path) -> str:
     """Return the sentence that tells how to build an index."""
     return f"build it with: python -m retriever.build --corpus {corpus_path} --out {folder}"
 
 
-def _read_meta(folder: Path) -> IndexMeta:
+def read_meta(folder: Path) -> IndexMeta:
+    """Return the description of an index folder. Raises RetrieverError when there is none, or it is damaged."""
     path = folder / META_FILE
     try:
         return IndexMeta(**json.loads(path.read_text()))
@@ -541,7 +586,7 @@ def _read_meta(folder: Path) -> IndexMeta:
         raise RetrieverError(
             f"{folder}: no index here ({META_FILE} is missing); {build_command('CORPUS', folder)}"
         ) from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise RetrieverError(f"{path}: not the description of an index ({error}); build the index again") from error
 
 

@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -39,19 +39,44 @@ def search_ids(retriever: Retriever, queries: Sequence[str], k: int, batch: int 
 
 
 def read_gold(path: Path) -> tuple[list[str], list[set[str]]]:
-    """Return the questions of a JSONL file and their gold ids. Raises ValueError naming the line that is wrong."""
+    """Return the questions of a JSONL file and their gold ids. Raises ValueError naming the line that is wrong.
+
+    Other keys of a row are ignored.
+    """
     questions, gold = [], []
     for line, text in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not text.strip():
             continue
-        row = json.loads(text)
-        if not isinstance(row.get("question"), str) or not row.get("supporting_ids"):
-            raise ValueError(f'{path}, line {line}: a row needs "question" and a list of "supporting_ids"')
-        questions.append(row["question"])
-        gold.append(set(row["supporting_ids"]))
+        try:
+            row = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}, line {line}: not valid JSON ({error}); write one JSON object a line") from error
+        row = row if isinstance(row, dict) else {}
+        question, ids = row.get("question"), row.get("supporting_ids")
+        if not (isinstance(question, str) and isinstance(ids, list) and ids and all(isinstance(x, str) for x in ids)):
+            raise ValueError(
+                f'{path}, line {line}: a row needs a string "question" and "supporting_ids", a list of one or more ids '
+                'of the corpus, all strings: {"question": "...", "supporting_ids": ["12", "34"]}'
+            )
+        questions.append(question)
+        gold.append(set(ids))
     if not questions:
         raise ValueError(f"{path}: no questions")
     return questions, gold
+
+
+def refuse_unknown_ids(path: Path, gold: Iterable[Collection[str]], corpus: Corpus) -> None:
+    """Raise ValueError when a gold id is none of the corpus: it could not be found. Reads rows until all have come."""
+    missing = set().union(*gold)
+    for row in range(len(corpus)):
+        if not missing:
+            return
+        missing.discard(corpus[row].id)
+    if missing:
+        raise ValueError(
+            f"{path}: {len(missing)} of the supporting_ids are no ids of {corpus.path}, among them "
+            f"{', '.join(sorted(missing)[:3])}; give the corpus that the questions were written for"
+        )
 
 
 def sample_titles(corpus: Corpus, n: int) -> list[str]:
@@ -81,13 +106,16 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.questions is None and args.exact is None:
         parser.error("nothing to compare with: give --questions, --exact or both")
+    if min(*args.k, args.queries, args.threads, *(effort or 1 for effort in args.effort)) < 1:
+        parser.error("--k, --queries, --threads and --effort must be at least 1")
     try:
         encoder = None if args.encoder == "hashed" else encoder_settings(args)
+        corpus = Corpus(args.corpus, cache_dir=args.index if args.index.is_dir() else None)
         if args.questions is None:
-            cache = args.index if args.index.is_dir() else None
-            queries, gold = sample_titles(Corpus(args.corpus, cache_dir=cache), args.queries), None
+            queries, gold = sample_titles(corpus, args.queries), None
         else:
             queries, gold = read_gold(args.questions)
+            refuse_unknown_ids(args.questions, gold, corpus)
         exact = None
         if args.exact is not None:
             flat = open_retriever(args.corpus, args.exact, encoder=encoder, threads=args.threads)
@@ -101,8 +129,7 @@ def main(argv: list[str] | None = None) -> int:
             start = time.perf_counter()
             found = search_ids(retriever, queries, max(args.k))
             rate = len(queries) / (time.perf_counter() - start)
-            suffix = "" if effort is None else f", effort {effort}"
-            print(f"{retriever.info().index_type}{suffix}: {len(queries)} queries, {rate:,.0f}/s")
+            print(f"{retriever.info().index_type}: {len(queries)} queries, {rate:,.0f}/s")
             if gold is not None:
                 print("  gold passages   " + "  ".join(f"@{k} {recall_at(found, gold, k):.3f}" for k in args.k))
             if exact is not None:

@@ -57,7 +57,12 @@ class RerankingRetriever:
         self._max_length = min(max_length, self._tokenizer.model_max_length)
 
     def search(self, queries: list[str], k: int) -> list[list[Passage]]:
-        """Return for each query at most `k` passages by the score (logit) of the cross-encoder, best first."""
+        """Return for each query at most `k` passages by the score (logit) of the cross-encoder, best first.
+
+        Where query and passage are too long together, the longer of them is cut. Raises ValueError unless k >= 1.
+        """
+        if k < 1:
+            raise ValueError(f"k must be at least 1, got {k}")
         found = self._retriever.search(queries, max(k, self._candidates))
         pairs = [(query, passage) for query, passages in zip(queries, found) for passage in passages]
         scores = iter(self._scores(pairs).tolist())
@@ -77,7 +82,7 @@ class RerankingRetriever:
             return scores
         texts = [f"{passage.title.strip(chr(34))} {passage.text}".strip() for _, passage in pairs]
         rows = self._tokenizer(
-            [query for query, _ in pairs], texts, truncation="only_second", max_length=self._max_length
+            [query for query, _ in pairs], texts, truncation="longest_first", max_length=self._max_length
         )
         for batch in length_batches([len(ids) for ids in rows["input_ids"]], _TOKENS_PER_FORWARD):
             inputs = self._tokenizer.pad(

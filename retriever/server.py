@@ -7,9 +7,12 @@
     GET /info       {"index": what is served, "limits": what a request may ask for}
     GET /metrics    Prometheus text
 
-/retrieve is Search-R1's, with two differences: a field it does not know and a `topk` of 0 are errors, where Search-R1
-ignores the one and takes its default for the other. An error is {"detail": "..."} with status 400 (not JSON), 401, 413
-(body too large), 422 (a field is wrong), 500 or 503 (too much is waiting; Retry-After says when to come again).
+/retrieve takes what Search-R1's takes, but for these errors: a field it does not know (ignored there), a `topk` of 0
+(the default there), and more than the limits allow. Its answer differs in these: a blank query finds nothing; a query
+finds fewer than `topk` passages where the index has no more (filled up there); a document is its `id` and `contents`
+without other fields of the corpus row; characters beyond ASCII are escaped. An error is {"detail": "..."} with status
+400 (not JSON; 422 there), 401, 413 (body too large), 422 (a field is wrong), 500 or 503 (too much is waiting;
+Retry-After says when to come again).
 
 Requests that wait at the same time are encoded and searched as one batch.
 """
@@ -26,14 +29,16 @@ import json
 import logging
 import multiprocessing
 import os
+import select
 import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -43,14 +48,16 @@ from typing import Any
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
+from pydantic import TypeAdapter, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors import Multiprocess
 
+from retriever.client import check_token
 from retriever.service import open_retriever
 from retriever.types import Passage, Retriever, RetrieverError
 
@@ -60,6 +67,11 @@ STOP_S = 30  # for requests in flight when the server is asked to stop
 _MAX_WAITS = 10
 _KEEP_ALIVE_S = 75  # longer than most pauses between two turns of a rollout
 _FIELDS = ("queries", "query", "topk", "return_scores")
+_INLINE_PASSAGES = 256  # more are rendered in a thread: other requests go on
+_BACKLOG = 2048  # connections that wait to be taken, as uvicorn has it
+_POLL_S = 1.0
+_WHOLE, _FLAG = TypeAdapter(int), TypeAdapter(bool)  # as Search-R1 reads them: "2" and 2.0 are numbers, 1 is true
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # in ASCII, which can spell any string
 
 _log = logging.getLogger(__name__)
 
@@ -74,15 +86,16 @@ _METRICS = (_REQUESTS, _QUERIES, _BATCHES, _SECONDS)
 class Limits:
     """What a request may ask for, and how requests wait.
 
-    topk: passages a query when the request does not say. max_batch: queries searched at once; a request is never split,
-    so 1 answers one request at a time. batch_wait_s: a search begins when no request has come for so many seconds, or
-    after 10 times as many.
+    topk: passages a query when the request does not say. max_passages: queries * topk of one request, and of those
+    searched at once. max_batch: queries searched at once; a request is never split, so 1 answers one request at a time.
+    batch_wait_s: a search begins when no request has come for so many seconds, or after 10 times as many.
     max_waiting: queries that wait; more are refused with status 503.
     """
 
     topk: int = 3
     max_topk: int = 1000
     max_queries: int = 4096
+    max_passages: int = 1 << 16
     max_query_chars: int = 4096
     max_body_bytes: int = 1 << 24
     max_batch: int = 512
@@ -95,6 +108,8 @@ class Limits:
                 raise ValueError(f"{name} must be positive, got {value}")
         if self.topk > self.max_topk:
             raise ValueError(f"topk = {self.topk} is more than max_topk = {self.max_topk}")
+        if self.max_topk > self.max_passages:
+            raise ValueError(f"max_topk = {self.max_topk} is more than max_passages = {self.max_passages}")
 
 
 @dataclass(frozen=True)
@@ -107,6 +122,10 @@ class Settings:
     limits: Limits
     token: str | None
     url: str
+
+
+class ListenError(OSError):
+    """An address cannot be listened at; the message names it and the fix."""
 
 
 class Overloaded(Exception):
@@ -161,10 +180,11 @@ class Batcher:
     def _take(self) -> list[_Waiting]:
         """Remove and return the oldest request and those that fit into one batch with it."""
         k, count = self._waiting[0].k, 0
+        most = min(self._limits.max_batch, self._limits.max_passages // k)
         batch: list[_Waiting] = []
         rest: deque[_Waiting] = deque()
         for request in self._waiting:
-            if request.k == k and (not batch or count + len(request.queries) <= self._limits.max_batch):
+            if request.k == k and (not batch or count + len(request.queries) <= most):
                 batch.append(request)
                 count += len(request.queries)
             else:
@@ -212,7 +232,13 @@ def make_app(retriever: Retriever, limits: Limits = Limits(), token: str | None 
         start = time.perf_counter()
         try:
             queries, k, with_scores = parse_request(await read_body(request, limits.max_body_bytes), limits)
-            found = await batcher.search(queries, k) if queries else []
+            asked = [query for query in queries if query.strip()]
+            found = iter(await batcher.search(asked, k) if asked else [])
+            lists = [next(found) if query.strip() else [] for query in queries]
+            if sum(map(len, lists)) <= _INLINE_PASSAGES:
+                body = render(lists, with_scores)
+            else:
+                body = await asyncio.to_thread(render, lists, with_scores)
         except HTTPException as error:
             _REQUESTS.labels(error.status_code).inc()
             raise
@@ -229,18 +255,14 @@ def make_app(retriever: Retriever, limits: Limits = Limits(), token: str | None 
             raise HTTPException(500, f"the search failed ({type(error).__name__}); see the server's log") from error
         _REQUESTS.labels(200).inc()
         _QUERIES.inc(len(queries))
-        result = [[to_json(passage, with_scores) for passage in passages] for passages in found]
-        response = JSONResponse({"result": result}, headers={INDEX_HEADER: index_id})
         _SECONDS.observe(time.perf_counter() - start)
-        return response
+        return Response(body, headers={INDEX_HEADER: index_id}, media_type="application/json")
 
     async def health(_: Request) -> Response:
-        return JSONResponse({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def info(_: Request) -> Response:
-        return JSONResponse(
-            {"index": index, "limits": dataclasses.asdict(limits)}, headers={INDEX_HEADER: index_id}
-        )
+        return json_response({"index": index, "limits": dataclasses.asdict(limits)}, headers={INDEX_HEADER: index_id})
 
     async def metrics(_: Request) -> Response:
         registry = CollectorRegistry()
@@ -253,8 +275,9 @@ def make_app(retriever: Retriever, limits: Limits = Limits(), token: str | None 
 
     def guarded(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def guard(request: Request) -> Response:
-            sent = request.headers.get("Authorization", "")
-            if token is not None and not hmac.compare_digest(sent.encode(), f"Bearer {token}".encode()):
+            scheme, _, sent = request.headers.get("Authorization", "").partition(" ")
+            known = scheme.lower() == "bearer" and hmac.compare_digest(sent.strip().encode(), (token or "").encode())
+            if token is not None and not known:
                 raise HTTPException(
                     401, "this server needs its token: send Authorization: Bearer ...", {"WWW-Authenticate": "Bearer"}
                 )
@@ -264,7 +287,7 @@ def make_app(retriever: Retriever, limits: Limits = Limits(), token: str | None 
 
     async def error(_: Request, exception: Exception) -> Response:
         assert isinstance(exception, HTTPException)
-        return JSONResponse({"detail": exception.detail}, exception.status_code, exception.headers)
+        return json_response({"detail": exception.detail}, exception.status_code, exception.headers)
 
     routes = [
         Route("/retrieve", guarded(retrieve), methods=["POST"]),
@@ -273,6 +296,11 @@ def make_app(retriever: Retriever, limits: Limits = Limits(), token: str | None 
         Route("/metrics", guarded(metrics)),
     ]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: error})
+
+
+def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a JSON response."""
+    return Response(_encode(content), status, headers, media_type="application/json")
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -307,28 +335,39 @@ def parse_request(body: bytes, limits: Limits) -> tuple[list[str], int, bool]:
         raise HTTPException(422, f'"queries" has {len(queries)} queries, at most {limits.max_queries} are taken')
     for i, query in enumerate(queries):
         _check_query(f"queries[{i}]" if "queries" in fields else "query", query, limits.max_query_chars)
-    topk = fields.get("topk")
-    if topk is None:
-        topk = limits.topk
-    elif not isinstance(topk, int) or isinstance(topk, bool) or not 1 <= topk <= limits.max_topk:
+    topk, with_scores = fields.get("topk"), fields.get("return_scores", False)
+    try:
+        k = limits.topk if topk is None else _WHOLE.validate_python(topk)
+    except ValidationError:
+        k = 0
+    if not 1 <= k <= limits.max_topk:
         raise HTTPException(422, f'"topk" must be a whole number from 1 to {limits.max_topk}, got {topk!r:.50}')
-    with_scores = fields.get("return_scores", False)
-    if not isinstance(with_scores, bool):
-        raise HTTPException(422, f'"return_scores" must be true or false, got {with_scores!r:.50}')
-    return queries, topk, with_scores
+    if len(queries) * k > limits.max_passages:
+        raise HTTPException(
+            422, f'{len(queries)} queries times "topk" = {k} is more than {limits.max_passages}: send fewer at once'
+        )
+    try:
+        return queries, k, _FLAG.validate_python(with_scores)
+    except ValidationError:
+        raise HTTPException(422, f'"return_scores" must be true or false, got {with_scores!r:.50}') from None
 
 
 def _check_query(place: str, query: Any, max_chars: int) -> None:
     if not isinstance(query, str):
         raise HTTPException(422, f"{place} must be a string, not {type(query).__name__}")
-    if not query or query.isspace():
-        raise HTTPException(422, f"{place} is empty")
     if len(query) > max_chars:
         raise HTTPException(422, f"{place} has {len(query)} characters, at most {max_chars} are searched for")
     try:
         query.encode()
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
         raise HTTPException(422, f"{place} is not Unicode text ({error.reason})") from None
+
+
+def render(lists: Sequence[Sequence[Passage]], with_scores: bool) -> bytes:
+    """Return the body of an answer. Raises ValueError for a score that JSON cannot spell."""
+    # one list at a time: in a thread, the encoder lets others run only between its calls
+    texts = [_encode([to_json(passage, with_scores) for passage in passages]) for passages in lists]
+    return f'{{"result":[{",".join(texts)}]}}'.encode()
 
 
 def to_json(passage: Passage, with_scores: bool) -> dict[str, Any]:
@@ -355,9 +394,12 @@ def open_app_in_worker(settings: Settings) -> Starlette:
     _stop_after(lambda: wait([parent.sentinel]))
     try:
         app = open_app(settings)
-    except (RetrieverError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(STARTUP_FAILURE)  # ends the other workers too
+    except Exception as error:
+        if isinstance(error, (RetrieverError, ValueError)):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
+        sys.exit(STARTUP_FAILURE)  # ends the other workers too; after another status it would be started for ever
     sys.stdout.write(f"{settings.url}\n")  # in one piece: all workers write to one pipe
     sys.stdout.flush()
     return app
@@ -367,7 +409,8 @@ def serve(settings: Settings, listener: socket.socket, workers: int) -> int:
     """Print the URL once the index is open, and serve until SIGTERM or Ctrl-C; requests in flight are answered first.
 
     Workers share the memory-mapped index; one that dies is replaced. Returns the exit status, 2 when workers could not
-    open the index; raises RetrieverError or ValueError when a single one cannot.
+    open the index; raises RetrieverError or ValueError when a single one cannot, ListenError when another process
+    has begun to listen at the address meanwhile.
     """
     config = partial(
         uvicorn.Config,
@@ -381,10 +424,11 @@ def serve(settings: Settings, listener: socket.socket, workers: int) -> int:
     )
     if workers == 1:
         server = uvicorn.Server(config(open_app(settings)))
-        listener.listen()
+        listen(listener)
         print(settings.url, flush=True)
         server.run([listener])
         return 0
+    listen(listener)  # here, as a worker that cannot is replaced for ever
     supervisor = Multiprocess(config(partial(open_app_in_worker, settings), factory=True, workers=workers), [listener])
     supervisor.run()
     return 2 if any(process.exitcode == STARTUP_FAILURE for process in supervisor.processes) else 0
@@ -405,9 +449,12 @@ def _name_or_settings(text: str) -> str | dict[str, Any]:
 
 
 def _end_of_input() -> None:
-    # not sys.stdin: its lock, held here, would abort an interpreter that ends for another reason
-    while os.read(0, 1 << 12):
-        pass
+    """Return when standard input closes, or the parent ends: a child that it forked may hold the other end open."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        # not sys.stdin: its lock, held here, would abort an interpreter that ends for another reason
+        if select.select([0], [], [], _POLL_S)[0] and not os.read(0, 1 << 12):
+            return
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -434,18 +481,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     option("--topk", type=int, default=default.topk, help="passages for a query when the request does not say")
     option("--max-topk", type=int, default=default.max_topk, help="passages that a request may ask for")
     option("--max-queries", type=int, default=default.max_queries, help="queries in one request")
+    option("--max-passages", type=int, default=default.max_passages, help="queries * topk in one request")
     option("--max-query-chars", type=int, default=default.max_query_chars, help="characters of a query")
     option("--max-body-mb", type=int, default=default.max_body_bytes >> 20, help="MiB of a request")
     option("--max-batch", type=int, default=default.max_batch, help="queries searched at once")
     option("--batch-wait-ms", type=float, default=default.batch_wait_s * 1000, help="how long a search waits for more")
     option("--max-waiting", type=int, default=default.max_waiting, help="queries that may wait in each worker")
-    option("--stop-at-eof", action="store_true", help="stop when standard input closes")
+    option("--stop-at-eof", action="store_true", help="stop when standard input closes or the parent ends")
     options = parser.parse_args(argv)
     try:
         limits = Limits(
             topk=options.topk,
             max_topk=options.max_topk,
             max_queries=options.max_queries,
+            max_passages=options.max_passages,
             max_query_chars=options.max_query_chars,
             max_body_bytes=options.max_body_mb << 20,
             max_batch=options.max_batch,
@@ -457,8 +506,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         token = os.environ.get(options.token_env) if options.token_env else None
         if options.token_env and not token:
             raise ValueError(f"--token-env {options.token_env}: this environment variable is not set")
+        if token:
+            check_token(token, f"--token-env {options.token_env}")
         listener = bind(options.host, options.port)
-    except (ValueError, OSError) as error:
+    except (ValueError, ListenError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if token is None and not options.host.startswith("127.") and options.host not in ("localhost", "::1"):
@@ -475,7 +526,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.environ["PROMETHEUS_MULTIPROC_DIR"] = stack.enter_context(tempfile.TemporaryDirectory())
         try:
             return serve(settings, listener, options.workers)
-        except (RetrieverError, ValueError) as error:
+        except (RetrieverError, ValueError, ListenError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
@@ -483,15 +534,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to an address. Raises OSError naming it."""
+    """Return a socket bound to an address. Raises ListenError naming it."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
         listener.close()
-        raise OSError(f"cannot listen on {host}, port {port} ({error}): give another --host or --port") from error
+        raise ListenError(f"cannot listen on {host}, port {port} ({error}): give another --host or --port") from error
     return listener
+
+
+def listen(listener: socket.socket) -> None:
+    """Take connections. Raises ListenError: several processes can be bound to one address until one of them listens."""
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        host, port = listener.getsockname()[:2]
+        raise ListenError(f"cannot listen on {host}, port {port} ({error}): give another --host or --port") from error
 
 
 if __name__ == "__main__":

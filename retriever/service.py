@@ -21,6 +21,7 @@ from retriever.index import (
     check_match,
     has_index,
     load_index,
+    search_label,
     set_effort,
     shard_vectors,
 )
@@ -37,7 +38,8 @@ _log = logging.getLogger(__name__)
 class RetrieverService:
     """Search over one corpus, index and encoder; satisfies `Retriever`. Threads may share it.
 
-    threads: CPU threads of one search. max_query_chars: characters of a query that are read; the rest is dropped.
+    threads: CPU threads that FAISS takes for one search; the encoder has those of torch. max_query_chars: characters of
+    a query that are read; the rest is dropped.
     Raises RetrieverError when corpus, index and encoder do not belong together.
     """
 
@@ -64,7 +66,9 @@ class RetrieverService:
     def search(self, queries: list[str], k: int) -> list[list[Passage]]:
         """Return for each query at most `k` passages, best first, all queries encoded and compared as one batch.
 
-        A query whose vector is zero finds nothing: with the hashed encoder, one without any word of the corpus.
+        A blank query finds nothing, nor does one whose vector is zero: with the hashed encoder, one without any word of
+        the corpus. Where more passages than `k` have the same score, as those with the same contents, which of them are
+        found may depend on the batch.
         Raises ValueError unless k >= 1.
         """
         if k < 1:
@@ -76,8 +80,8 @@ class RetrieverService:
             scores, rows = self._index.vectors.search(vectors, min(k, self._index.meta.passages))
         found = vectors.any(axis=1)
         return [
-            self._passages(row_list, score_list) if nonzero else []
-            for row_list, score_list, nonzero in zip(rows.tolist(), scores.tolist(), found.tolist())
+            self._passages(row_list, score_list) if nonzero and query.strip() else []
+            for query, row_list, score_list, nonzero in zip(queries, rows.tolist(), scores.tolist(), found.tolist())
         ]
 
     def info(self) -> IndexInfo:
@@ -118,22 +122,29 @@ def open_retriever(
     is built; None is the index's own, or `hashed` when it is built. kind: `dense` compares vectors, `bm25` counts
     words, `hybrid` fuses the ranks of both. reranker: name of a cross-encoder that puts the best passages in order; ""
     is none. effort: lists that a search of an IVF index looks into, candidates of an HNSW search; None is as the index
-    was built. gpu: hold the vectors in float16 on all GPUs.
+    was built. gpu: hold the vectors in float16 on all GPUs, where every search is exact. `info` tells all of these but
+    the number of GPUs. threads: see `RetrieverService`; BM25 takes one, a reranker those of torch.
     Raises RetrieverError when the index is missing and the corpus large, or when index, corpus and encoder do not
     match; ValueError for settings that do not exist.
     """
     if kind not in ("dense", "bm25", "hybrid"):
         raise ValueError(f"the kind of a retriever is dense, bm25 or hybrid, got {kind!r}")
+    if effort is not None and effort < 1:
+        raise ValueError(f"the effort of a search must be at least 1, got {effort}")
     retriever: Retriever
     path, asked = Path(index_dir), {"name": encoder} if isinstance(encoder, str) else dict(encoder or {})
     if kind == "bm25":
         retriever = _open_lexical(Path(corpus_path), path, max_query_chars)
     else:
         index, corpus, own_encoder = _open_vectors(Path(corpus_path), path, asked)
+        label = index.meta.index_type
         if effort is not None:
             set_effort(index.vectors, effort)
+            label = search_label(label.split()[0], index.vectors)
         if gpu:
             index = replace(index, vectors=shard_vectors(index.vectors, _gpus()))
+            label = f"{label.split()[0]} in float16"
+        index = replace(index, meta=replace(index.meta, index_type=label))
         retriever = RetrieverService(corpus, index, own_encoder, threads=threads, max_query_chars=max_query_chars)
     if kind == "hybrid":
         from retriever.fusion import HybridRetriever
@@ -154,8 +165,11 @@ def _open_vectors(corpus_path: Path, path: Path, asked: Settings) -> tuple[Passa
                 f"{path}: a bare FAISS file does not say what it was built with: set retriever.encoder to its encoder, "
                 "for Search-R1's e5_Flat.index intfloat/e5-base-v2"
             )
-        cache = path.with_name(f"{path.name}.cache")
-        cache.mkdir(exist_ok=True)
+        cache: Path | None = path.with_name(f"{path.name}.cache")
+        try:
+            cache.mkdir(exist_ok=True)
+        except OSError:  # nothing can be kept: the corpus is read at each start
+            cache = None
         corpus, encoder = Corpus(corpus_path, cache_dir=cache), make_encoder(asked)
         return adopt_vectors(path, corpus, encoder), corpus, encoder
     if not has_index(path):
@@ -176,10 +190,10 @@ def _open_lexical(corpus_path: Path, folder: Path, max_query_chars: int) -> Retr
         _refuse_to_build_large(corpus_path, folder)
         _log.info("building the lexical index %s over %s", folder, corpus_path)
         try:
-            build_lexical(Corpus(corpus_path, cache_dir=folder), folder)
-        except FileExistsError as error:
-            if not has_lexical(folder):
-                raise RetrieverError(str(error)) from error
+            build_lexical(corpus_path, folder)
+        except OSError as error:
+            if not has_lexical(folder):  # otherwise another process of this run was first
+                raise RetrieverError(_not_built(folder, error)) from error
     return LexicalRetriever(Corpus(corpus_path, cache_dir=folder), folder, max_query_chars=max_query_chars)
 
 
@@ -198,9 +212,15 @@ def _build_small(corpus_path: Path, index_dir: Path, encoder: Encoder) -> None:
     _log.info("building the index %s over %s", index_dir, corpus_path)
     try:
         build_index(corpus_path, index_dir, encoder)
-    except FileExistsError as error:
+    except OSError as error:
         if not has_index(index_dir):  # otherwise another process of this run was first
-            raise RetrieverError(str(error)) from error
+            raise RetrieverError(_not_built(index_dir, error)) from error
+
+
+def _not_built(folder: Path, error: OSError) -> str:
+    if error.errno is None:  # ours, which says what to do
+        return str(error)
+    return f"{folder}: no index can be built here ({error.strerror or error}); name a folder that can be written"
 
 
 def _refuse_to_build_large(corpus_path: Path, index_dir: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -24,7 +25,8 @@ class Passage:
 class IndexInfo:
     """What an index holds, recorded with every result so that scores are comparable.
 
-    `corpus_id` is a content hash of the corpus file; `encoder` names the encoder and its settings.
+    `corpus_id` is a content hash of the corpus file; `encoder` names the encoder and its settings, which
+    `encoder_settings` holds one by one where vectors are compared.
     """
 
     corpus_id: str
@@ -32,6 +34,7 @@ class IndexInfo:
     encoder: str
     dim: int
     index_type: str
+    encoder_settings: Mapping[str, str | int | float | bool] | None = field(default=None, hash=False)
 
 
 class Retriever(Protocol):

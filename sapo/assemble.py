@@ -125,7 +125,7 @@ def connect_retriever(config: Config, sources: Sources) -> Retriever:
                 f"retriever.token_env = {settings.token_env!r}: this environment variable is not set; export the "
                 "server's token under that name"
             )
-        return connect_client(config, settings.url, token, settings.corpus_id)
+        return connect_client(config, settings.url, token, settings.encoder, settings.corpus_id)
     if sources.corpus is None or sources.index is None:
         raise ConfigError("no retriever: set retriever.url, or retriever.corpus and retriever.index")
     return open_retriever(sources.corpus, sources.index, **opening(config))
@@ -146,15 +146,18 @@ def opening(config: Config) -> dict[str, Any]:
 
 
 def connect_client(
-    config: Config, url: str | list[str], token: str | None = None, corpus_id: str = ""
+    config: Config,
+    url: str | list[str],
+    token: str | None = None,
+    encoder: str | dict[str, Any] | None = None,
+    corpus_id: str = "",
 ) -> RetrieverClient:
     """Connect to the servers of `url`: one that is not there or serves anything else is found before any long work."""
     settings = config.retriever
-    encoder = settings.encoder["name"] if isinstance(settings.encoder, dict) else settings.encoder
     client = RetrieverClient(
         url, timeout_s=settings.timeout_s, max_query_chars=settings.max_query_chars, token=token
     )
-    client.connect(top_k=settings.top_k, encoder=encoder or "", corpus_id=corpus_id)
+    client.connect(top_k=settings.top_k, encoder=encoder, corpus_id=corpus_id)
     return client
 
 
@@ -197,7 +200,8 @@ def connect_node_server(config: Config, sources: Sources, dist: Distributed) -> 
     if dist.local_rank == 0 and not dist.is_main:
         process, url = start()
     urls = dist.gather_objects(url)
-    client = connect_client(config, urls[dist.rank - dist.local_rank])  # the ranks of a node are numbered in a row
+    # The ranks of a node are numbered in a row. The server has checked the encoder when it opened the index.
+    client = connect_client(config, urls[dist.rank - dist.local_rank])
     if process is not None:
         weakref.finalize(client, stop_server, process)
     return client

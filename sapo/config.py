@@ -99,9 +99,10 @@ class RetrieverSettings(Section):
     """Index folder over `corpus`; a small one is made at the first start, others by `python -m retriever.build`."""
     encoder: str | dict[str, str | bool | int] | None = None
     """Query encoder: `hashed` (built in, no weights), a Hugging Face folder or hub id; must be the index's own. null is
-    the index's own, whatever it is, and `hashed` where an index is made; servers of `url` are not asked for it. A model
-    other than E5, BGE, GTE and Contriever also needs its pooling and prefixes: {name: MODEL, pooling: mean, normalize:
-    true, query_prefix: "", passage_prefix: ""}, and may have max_length (tokens)."""
+    the index's own, whatever it is, and `hashed` where an index is made. Servers of `url` must have what is set here,
+    the folder of a name apart, where they can tell. A model other than E5, BGE, GTE and Contriever also needs its
+    pooling and prefixes: {name: MODEL, pooling: mean, normalize: true, query_prefix: "", passage_prefix: ""}, and may
+    have max_length (tokens)."""
     kind: Literal["dense", "bm25", "hybrid"] = "dense"
     """`dense` compares vectors, `bm25` counts words and needs no encoder, `hybrid` fuses the ranks of both."""
     reranker: str = ""
@@ -117,12 +118,24 @@ class RetrieverSettings(Section):
     `auto` serves when a node has several ranks and the corpus is over 100 MB: then one encoder and joint batches are
     worth the way over HTTP. Vectors are memory-mapped, so a node holds them once in either case."""
     threads: Count = 1
-    """CPU threads of one search, in each process that has the index open."""
+    """CPU threads that FAISS takes for one search, in each process that has the index open; encoders have torch's."""
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Seconds to wait for one retrieval call, retries included, before the run stops with an error; a server may be
     restarted meanwhile."""
     max_query_chars: Count = 1000
     """Longer queries are cut to so many characters before they are sent."""
+
+    @model_validator(mode="after")
+    def _left_to_the_server(self) -> RetrieverSettings:
+        flags = {"kind": "--kind", "reranker": "--reranker", "search_effort": "--effort", "gpu": "--gpu"}
+        for key, flag in flags.items():
+            value = getattr(self, key)
+            if self.url and value != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"retriever.{key} = {value!r} does nothing with retriever.url, its servers decide it: start them "
+                    f"with {flag}{'' if value is True else f' {value}'} and leave retriever.{key} out"
+                )
+        return self
 
 
 class VllmSettings(Section):
@@ -425,7 +438,7 @@ class CheckpointSettings(Section):
     """Newest checkpoints kept; null keeps all."""
     keep_best: bool = True
     """Keep also the one with the best EM on the held-out questions, of those saved in a step that evaluates them; it
-    stands in checkpoints/best.json."""
+    stands in checkpoints/best.json. Only EMs of the same questions and sampling are compared."""
     async_save: bool = True
     """Write while training goes on, from a copy in host memory: on each rank its part of the optimiser, on the first
     also the weights. Until it is complete, a kill goes back to the checkpoint before."""

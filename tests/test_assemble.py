@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -76,3 +77,20 @@ def test_each_rank_asks_the_server_of_its_own_node(tmp_path, monkeypatch, rank, 
     )  # fmt: skip
     sources = Sources([], [], tmp_path / "corpus", tmp_path / "index")
     assert connect_retriever_in_turn(config, sources, dist) == f"client of {url}" and bool(started) == starts
+
+
+def connect_alone(corpus, index, *settings):
+    """Return the client of a node's server, in a run of one process."""
+    config = load_config(Path("configs/quickstart.yaml"), ["retriever.node_server=always", *settings])
+    dist = SimpleNamespace(
+        rank=0, local_rank=0, is_main=True, barrier=lambda: None, gather_objects=lambda value: [value]
+    )
+    return connect_retriever_in_turn(config, Sources([], [], corpus, index), dist)
+
+
+def test_a_nodes_server_takes_what_a_process_takes(tmp_path):
+    """The encoder of an index that counts words is not looked at; that of others is checked where they are opened."""
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(json.dumps({"id": "0", "contents": '"Ada"\nAda Lovelace was born in London .'}) + "\n")
+    client = connect_alone(corpus, tmp_path / "index", "retriever.kind=bm25", "retriever.encoder=hashed")
+    assert client.info().encoder.startswith("bm25 ") and len(client.search(["London"], 1)[0]) == 1

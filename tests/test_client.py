@@ -175,6 +175,17 @@ def test_long_queries_are_cut(server):
     assert server.requests[0]["queries"] == ["abcd", "abc"]
 
 
+def test_a_blank_query_is_not_sent_and_finds_nothing(server):
+    assert RetrieverClient(server.url).search(["", "a", " \n"], 1) == [[], [PARIS_PASSAGE], []]
+    assert RetrieverClient(server.url, max_query_chars=2).search(["  a"], 1) == [[]]
+    assert [request["queries"] for request in server.requests] == [["a"]]
+
+
+def test_half_a_surrogate_pair_is_sent_as_a_question_mark(server):
+    RetrieverClient(server.url).search(["a\ud800", "b\U0001f600"], 1)
+    assert server.requests[0]["queries"] == ["a?", "b\U0001f600"]
+
+
 def test_results_beyond_k_are_dropped(server):
     assert RetrieverClient(server.url).search(["a", "b"], 1) == [[PARIS_PASSAGE], [PARIS_PASSAGE]]
 
@@ -376,8 +387,8 @@ def test_a_wait_beyond_the_time_limit_is_not_begun(server, as_date):
 
 @pytest.mark.parametrize("header", ["soon", "-1", "9" * 5000])
 def test_a_retry_after_that_cannot_be_used_does_no_harm(server, header):
-    message = error_of(server, Reply([b"busy"], status=503, headers={"Retry-After": header}), timeout_s=2)
-    assert "HTTP 503" in message
+    server.reply_with(Reply([b"busy"], status=503, headers={"Retry-After": header}), found(PARIS))
+    assert search(server) == [PARIS_PASSAGE] and len(server.requests) == 2
 
 
 def test_a_silent_server_is_left_at_the_time_limit(server):
@@ -404,6 +415,18 @@ def test_retries_end_at_the_time_limit(server, monkeypatch):
     message = error_of(server, Reply([b"busy"], status=503, headers={"Retry-After": "0"}), timeout_s=0.3)
     assert "retriever.timeout_s: 0.3" in message and 2 <= len(server.requests) <= 3
     assert time.monotonic() - start < 1.0
+
+
+def test_the_time_limit_is_for_all_requests_of_a_search(server):
+    def slow(n, request):
+        server.stop.wait(0.2)
+        return found(PARIS)
+
+    server.script = slow
+    client = RetrieverClient(server.url, timeout_s=0.5)
+    client._max_queries = 1
+    with pytest.raises(RetrieverError, match="no complete answer in time"):
+        client.search(list("abcd"), 1)
 
 
 def test_an_answer_cut_off_is_asked_for_again(server):
@@ -590,6 +613,13 @@ def test_a_token_is_sent_and_never_shown(server):
     with pytest.raises(RetrieverError) as error:
         RetrieverClient(server.url, token="hidden").search(["a"], 1)
     assert server.tokens == ["Bearer hidden"] and "hidden" not in str(error.value)
+
+
+@pytest.mark.parametrize("token", ["ключ", "a\nb", "hidden "])
+def test_a_token_that_no_header_can_hold_names_its_setting(token):
+    with pytest.raises(ValueError, match="retriever.token_env: its token cannot be sent in an HTTP header") as error:
+        RetrieverClient("http://127.0.0.1:8000", token=token)
+    assert token not in str(error.value)
 
 
 # settings

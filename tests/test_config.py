@@ -477,8 +477,21 @@ def test_the_accelerate_config_starts_two_processes(tmp_path):
 
 def test_the_retriever_takes_an_encoder_with_settings(tmp_path):
     asked = "retriever: {kind: hybrid, encoder: {name: m, pooling: cls, normalize: true}, "
-    text = MINIMAL.replace("retriever: {", asked)
+    text = MINIMAL.replace('retriever: {url: "http://127.0.0.1:8000"', asked + "corpus: c, index: i")
     settings = load_config(write(tmp_path, text)).retriever
     assert (settings.encoder, settings.kind) == ({"name": "m", "pooling": "cls", "normalize": True}, "hybrid")
     with pytest.raises(ConfigError, match="retriever.kind"):
         load_config(write(tmp_path), ["retriever.kind=sparse"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "flag"),
+    [("kind=bm25", "--kind bm25 "), ("reranker=r", "--reranker r "), ("search_effort=7", "--effort 7 "),
+     ("gpu=true", "--gpu and ")],
+)  # fmt: skip
+def test_what_a_server_decides_is_not_set_beside_its_url(tmp_path, setting, flag):
+    key = setting.split("=")[0]
+    with pytest.raises(ConfigError, match=f"retriever.{key} = .* nothing with retriever.url.*start them with {flag}"):
+        load_config(write(tmp_path), [f"retriever.{setting}"])
+    own = ['retriever.url=""', "retriever.corpus=c", "retriever.index=i", f"retriever.{setting}"]
+    load_config(write(tmp_path), own)

@@ -9,7 +9,7 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
@@ -53,7 +53,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):  # /api/datasets/OWNER/NAME/paths-info/main
         self.rfile.read(int(self.headers["Content-Length"]))
-        repo = "/".join(unquote(self.path).split("/")[3:5])
+        repo = "/".join(self.parts()[3:5])
         rows = [
             {"type": "file", "path": name, "size": len(data), "oid": "0" * 40, "lfs": self.lfs(data)}
             for (owner, name), data in self.server.files.items()
@@ -61,11 +61,14 @@ class Handler(BaseHTTPRequestHandler):
         ]
         self.reply(200, json.dumps(rows).encode(), {"Content-Type": "application/json"})
 
+    def parts(self):  # a proxy is asked with the whole address
+        return unquote(urlsplit(self.path).path).split("/")
+
     def lfs(self, data):
         return {"oid": hashlib.sha256(data).hexdigest(), "sha256": "", "size": len(data), "pointerSize": 1}
 
     def do_GET(self):  # /datasets/OWNER/NAME/resolve/main/FILE
-        parts = unquote(self.path).split("/")
+        parts = self.parts()
         name = parts[-1]
         data = self.server.files.get(("/".join(parts[2:4]), name))
         if data is None:
@@ -137,6 +140,28 @@ def test_a_broken_download_goes_on_and_a_wrong_file_is_refused(hub, tmp_path):
     wrong = download(hub.url, tmp_path / "wiki", "--yes", "--only", "corpus")
     assert wrong.returncode == 2 and "but the hub says" in wrong.stderr and "it was removed" in wrong.stderr
     assert not (tmp_path / "wiki" / CORPUS_FILE).exists()
+
+
+def test_a_file_brought_by_hand_is_checked_and_never_replaced(hub, tmp_path):
+    (tmp_path / "wiki").mkdir()
+    path = tmp_path / "wiki" / CORPUS_FILE
+    path.write_bytes(hub.files[CORPUS_REPO, CORPUS_FILE])
+    done = download(hub.url, tmp_path / "wiki", "--yes", "--only", "corpus")
+    assert done.returncode == 0 and f"{CORPUS_FILE}: 0.0 GB, complete" in done.stdout, done.stderr
+    (tmp_path / "wiki" / f".{CORPUS_FILE}.sha256").unlink()
+    path.write_bytes(b"mine")
+    refused = download(hub.url, tmp_path / "wiki", "--yes", "--only", "corpus")
+    assert refused.returncode == 2 and "is not the file that the hub has; move it away" in refused.stderr
+    assert path.read_bytes() == b"mine" and hub.ranges == []
+
+
+def test_files_come_through_the_proxy_of_the_environment(hub, tmp_path, monkeypatch):
+    for name in ("no_proxy", "NO_PROXY", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", hub.url)
+    done = download("http://hub.invalid", tmp_path / "wiki", "--yes", "--only", "corpus")
+    assert done.returncode == 0, done.stderr
+    assert hub.ranges == [(CORPUS_FILE, 0)] and (tmp_path / "wiki" / CORPUS_FILE).exists()
 
 
 def test_without_a_hub_the_steps_by_hand_are_told(tmp_path):

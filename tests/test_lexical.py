@@ -3,10 +3,13 @@
 import json
 import math
 import re
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from bm25s import BM25
 from transformers import BertConfig, BertForSequenceClassification
 
 from retriever.build import main as build_main
@@ -83,23 +86,67 @@ def test_equal_scores_come_in_the_order_of_the_corpus(tmp_path):
 
 
 def test_lexical_index_of_another_corpus_or_damaged_is_refused(corpus_path, tmp_path):
-    build_lexical(Corpus(corpus_path), tmp_path / "index")
+    build_lexical(corpus_path, tmp_path / "index")
     with pytest.raises(FileExistsError, match="already holds a lexical index"):
-        build_lexical(Corpus(corpus_path), tmp_path / "index")
+        build_lexical(corpus_path, tmp_path / "index")
     other = write_corpus(tmp_path / "other.jsonl", CONTENTS[:4])
     with pytest.raises(RetrieverError, match=r"was built from another corpus \(5 passages, .*this file has 4"):
         LexicalRetriever(Corpus(other), tmp_path / "index")
     with pytest.raises(RetrieverError, match=r"no lexical index here.*retriever\.build --kind bm25"):
         LexicalRetriever(Corpus(corpus_path), tmp_path / "nowhere")
-    for name in ("data.csc.index.npy", "vocab.index.json", "meta.json"):
+    others = write_corpus(tmp_path / "mars.jsonl", [text.replace("Tokyo", "Kyoto") for text in CONTENTS])
+    build_lexical(others, tmp_path / "others")
+    for name in ("data.csc.index.npy", "indptr.csc.index.npy", "vocab.index.json", "meta.json"):
         path = tmp_path / "index" / "bm25" / name
-        whole = path.read_bytes()
-        for damage in (whole[: len(whole) // 2], b""):
+        whole, other = path.read_bytes(), (tmp_path / "others" / "bm25" / name).read_bytes()
+        for damage in [whole[: len(whole) // 2], b"", *([other] if name == "vocab.index.json" else [])]:
             path.write_bytes(damage)
             with pytest.raises(RetrieverError, match="bm25: damaged"):
                 LexicalRetriever(Corpus(corpus_path), tmp_path / "index")
         path.write_bytes(whole)
     assert LexicalRetriever(Corpus(corpus_path), tmp_path / "index").search(["Mars"], 1)[0][0].id == "p3"
+
+
+def test_a_lexical_build_removes_no_file_of_others(corpus_path, tmp_path):
+    (tmp_path / "index" / "bm25").mkdir(parents=True)
+    notes = tmp_path / "index" / "bm25" / "meta.json"
+    notes.write_text('{"mine": 1}')
+    with pytest.raises(FileExistsError, match=r"bm25 holds files that are no part of a lexical index \(meta.json\)"):
+        build_lexical(corpus_path, tmp_path / "index", overwrite=True)
+    assert notes.read_text() == '{"mine": 1}'
+    notes.unlink()
+    build_lexical(corpus_path, tmp_path / "index")
+    notes.with_name("notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"no part of a lexical index \(notes.txt\)"):
+        build_lexical(corpus_path, tmp_path / "index", overwrite=True)
+    notes.with_name("notes.txt").unlink()
+    left = tmp_path / "index" / f".bm25.{'0' * 32}"
+    left.mkdir()
+    build_lexical(corpus_path, tmp_path / "index", overwrite=True)
+    assert not left.exists() and sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "index"]
+
+    (tmp_path / "data").mkdir()
+    own = corpus_path.rename(tmp_path / "data" / "corpus.jsonl")
+    with pytest.raises(RetrieverError, match=r"data exists and is not an index \(corpus.jsonl\)"):
+        open_retriever(own, tmp_path / "data", kind="bm25")
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["corpus.jsonl"]
+
+
+def test_lexical_builds_of_one_folder_wait_for_each_other(corpus_path, tmp_path, monkeypatch):
+    save, at_once, most = BM25.save, [], []
+
+    def slow(self, *args, **options):
+        at_once.append(1)
+        most.append(len(at_once))
+        time.sleep(0.2)
+        save(self, *args, **options)
+        at_once.pop()
+
+    monkeypatch.setattr(BM25, "save", slow)
+    with ThreadPoolExecutor(2) as pool:
+        builds = [pool.submit(build_lexical, corpus_path, tmp_path / "index") for _ in range(2)]
+    assert sorted(type(build.exception()) for build in builds if build.exception()) == [FileExistsError]
+    assert most == [1]
 
 
 def passages(*ids):
@@ -120,6 +167,9 @@ def test_hybrid_takes_passages_that_one_side_misses():
     hybrid = HybridRetriever(dense, lexical, weights=(1.0, 1.0), depth=7)
     assert [[p.id for p in found] for found in hybrid.search(["q", "r", "s"], 2)] == [["a", "x"], ["y"], []]
     assert dense.calls == lexical.calls == [["q", "r", "s"]]
+    for k in (0, -1):
+        with pytest.raises(ValueError, match=f"k must be at least 1, got {k}"):
+            hybrid.search(["q"], k)
     assert "ranks fused 1:1" in hybrid.info().encoder and hybrid.info().index_type == "dict + dict"
 
 
@@ -137,6 +187,27 @@ def test_hybrid_is_built_and_opened(corpus_path, tmp_path, capsys):
     assert open_retriever(corpus_path, tmp_path / "index", kind="hybrid").search(["Mars"], 1)[0][0].id == "p3"
     with pytest.raises(ValueError, match="dense, bm25 or hybrid, got 'sparse'"):
         open_retriever(corpus_path, tmp_path / "index", kind="sparse")
+
+
+def test_a_hybrid_build_that_was_stopped_goes_on(corpus_path, tmp_path, monkeypatch, capsys):
+    command = ["--corpus", str(corpus_path), "--out", str(tmp_path / "index"), "--kind", "hybrid", "--dim"]
+
+    def stop(*args, **options):
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("retriever.lexical.build_lexical", stop)
+        with pytest.raises(ZeroDivisionError):
+            build_main([*command, "64"])
+    assert build_main([*command, "128"]) == 2  # not what was asked for
+    assert "already holds an index" in capsys.readouterr().err
+    with monkeypatch.context() as patched:
+        patched.setattr("retriever.build.build_index", stop)
+        assert build_main([*command, "64"]) == 0
+    assert "the vectors are there already" in capsys.readouterr().err
+    assert open_retriever(corpus_path, tmp_path / "index", kind="hybrid").search(["Mars"], 1)[0][0].id == "p3"
+    assert build_main([*command, "64"]) == 2
+    assert "already holds an index" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -164,6 +235,17 @@ def test_a_cross_encoder_orders_the_candidates(cross_encoder):
     assert [passage.id for passage in results[0]] == [str(n) for n in best]
     assert [passage.score for passage in results[0]] == pytest.approx([logits[n] for n in best], abs=1e-5)
     assert "best 4 reranked by" in reranked.info().encoder
+    for k in (0, -1):
+        with pytest.raises(ValueError, match=f"k must be at least 1, got {k}"):
+            reranked.search(["Mars"], k)
+
+
+def test_a_long_query_is_cut_for_the_cross_encoder(cross_encoder):
+    query = "Ada in London " * 100
+    reranked = RerankingRetriever(DictRetriever({query: passages("a", "b"), "Mars": passages("c")}), cross_encoder)
+    found = reranked.search([query, "Mars"], 2)
+    assert sorted(passage.id for passage in found[0]) == ["a", "b"]
+    assert found[1][0].score == pytest.approx(reranked.search(["Mars"], 2)[0][0].score, abs=1e-5)
 
 
 def test_a_model_that_gives_no_score_is_refused(tmp_path, cross_encoder):

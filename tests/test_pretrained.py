@@ -1,5 +1,6 @@
 """Encoders with weights: pooling, prefixes and normalisation against one text at a time, and what is refused."""
 
+import gzip
 import json
 
 import faiss
@@ -87,6 +88,11 @@ def test_odd_queries_have_vectors(e5):
 
 def test_half_precision_changes_little(e5):
     exact = make_encoder({"name": e5, "dtype": "float32"}).encode_passages(CONTENTS)
+    if not torch.cuda.is_available():
+        assert np.array_equal(make_encoder({"name": e5}).encode_passages(CONTENTS), exact)
+        mixed = make_encoder({"name": e5, "dtype": "bfloat16"})
+        assert not np.array_equal(mixed.encode_passages(CONTENTS), exact)
+        assert np.array_equal(mixed.encode_queries(CONTENTS), make_encoder({"name": e5}).encode_queries(CONTENTS))
     for dtype in ({"dtype": "bfloat16"}, {"dtype": "float16"}, {}):
         vectors = make_encoder({"name": e5} | dtype).encode_passages(CONTENTS)
         assert (vectors * exact).sum(axis=1).min() > 0.999
@@ -189,6 +195,16 @@ def test_an_index_of_search_r1_is_read_as_it_is(e5, corpus_path, tmp_path):
     assert service.search(["London", "Mars"], 9) == own.search(["London", "Mars"], 9)
     assert (service.info().index_type, service.info().passages) == ("IndexFlatIP", 4)
     assert service.info().encoder == own.info().encoder
+
+
+def test_a_bare_index_needs_no_folder_that_can_be_written(e5, corpus_path, tmp_path):
+    path = bare_index(tmp_path, make_encoder({"name": e5}))
+    path.with_name(f"{path.name}.cache").write_text("no folder")
+    assert open_retriever(corpus_path, path, encoder=e5).search(["Mars"], 1)[0][0].id
+    packed = tmp_path / "corpus.jsonl.gz"
+    packed.write_bytes(gzip.compress(corpus_path.read_bytes()))
+    with pytest.raises(RetrieverError, match="no random access; unpack it with: gunzip --stdout"):
+        open_retriever(packed, path, encoder=e5)
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import gzip
 import hashlib
 import json
 import math
@@ -123,6 +124,11 @@ GOOD = b'{"id": "0", "contents": "T\\nx"}\n'
         (GOOD + b'{"id": "1", "contents": null}\n', r'line 2: .*string "contents" but its type is NoneType'),
         (GOOD + b'{"contents": "x"}\n', 'line 2: .*string "id"'),
         (GOOD + b'{"id": 1, "contents": "x"}\n', r'line 2: .*string "id" but its type is int'),
+        (GOOD + b'{"id": "1", "contents": "x", "z": ' + b"[" * 100_000, "line 2: not valid JSON"),
+        (GOOD + b'{"id": "1\\ud83d", "contents": "x"}\n', "line 2: the id '1.ud83d' is no text"),
+        (b"\xef\xbb\xbf" + GOOD, r"begins with a byte order mark; take it away with: tail -c \+4"),
+        (GOOD.decode().encode("utf-16"), "it is UTF-16; make it UTF-8 with: iconv -f UTF-16"),
+        (gzip.compress(GOOD), "packed by gzip; give it a name that ends in .gz"),
         (GOOD + b'\n{"id": "1", "contents": "x"}\n' + GOOD, 'lines 1 and 4 have the same id "0"'),
     ],
 )
@@ -131,6 +137,14 @@ def test_bad_corpus_names_file_and_line(tmp_path, data, message):
     path.write_bytes(data)
     with pytest.raises(RetrieverError, match=f"(?s)wiki.jsonl.*{message}"):
         Corpus(path)
+
+
+def test_half_a_surrogate_pair_is_read_as_a_replacement(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_bytes(GOOD + rb'{"id": "1", "contents": "\ud83d\ude00\nbroken \ud83d zebra \ude00"}')
+    assert Corpus(path)[1] == Document("1", "\U0001f600", "broken \ufffd zebra \ufffd")
+    found = open_retriever(path, tmp_path / "index").search(["zebra"], 1)[0][0]
+    assert found.text.encode().decode() == "broken \ufffd zebra \ufffd"
 
 
 def test_missing_corpus_names_the_path(tmp_path):
@@ -161,11 +175,17 @@ def test_offsets_are_cached_until_the_file_changes(corpus_path, tmp_path, monkey
     assert (corpus.corpus_id, corpus[2].title) == (hashlib.sha256(changed).hexdigest(), "Kyoto")
     assert len(scans) == 2
 
+    swapped = changed.replace(b"London", b"Dublin")
+    corpus_path.write_bytes(swapped)
+    os.utime(corpus_path, ns=(0, 1))  # same size and time
+    assert Corpus(corpus_path, cache_dir=tmp_path).corpus_id == hashlib.sha256(swapped).hexdigest()
+    assert len(scans) == 3
+
     cache = tmp_path / OFFSETS_FILE
     for damaged in (b"", cache.read_bytes()[:100], b"not numpy"):
         cache.write_bytes(damaged)
         assert Corpus(corpus_path, cache_dir=tmp_path)[3].text == CONTENTS[3]
-    assert len(scans) == 5
+    assert len(scans) == 6
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", OFFSETS_FILE]
 
 

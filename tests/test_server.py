@@ -13,14 +13,17 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import urllib3
 import uvicorn
 
 import retriever.client
+import retriever.server
 from retriever.client import RetrieverClient, start_server, stop_server
-from retriever.server import Batcher, Limits, bind, main, make_app
+from retriever.server import Batcher, Limits, bind, main, make_app, open_app_in_worker
 from retriever.service import open_retriever
 from retriever.types import IndexInfo, Passage, RetrieverError
 from tests.tiny import DictRetriever
@@ -104,11 +107,11 @@ def plain():
 # the protocol
 
 
-def test_an_answer_is_search_r1s_to_the_byte(plain):
+def test_an_answer_is_search_r1s_but_for_escapes(plain):
     body = json.dumps({"queries": ["a", "b"], "topk": 2, "return_scores": True}).encode()
     response = urllib3.request("POST", f"{plain}/retrieve", body=body)
     assert response.data == (
-        '{"result":[[{"document":{"id":"7","contents":"\\"Paris\\"\\nCapital é."},"score":0.75},'
+        '{"result":[[{"document":{"id":"7","contents":"\\"Paris\\"\\nCapital \\u00e9."},"score":0.75},'
         '{"document":{"id":"8","contents":"One line."},"score":0.5}],'
         '[{"document":{"id":"8","contents":"One line."},"score":0.5}]]}'
     ).encode()
@@ -136,8 +139,63 @@ def test_topk_may_be_left_out_and_more_than_there_is(index):
         assert all(abs(item["score"]) <= 1.001 for item in answer["result"][0])
 
 
-def test_no_queries_find_nothing(plain):
-    assert post(plain, {"queries": [], "topk": 3, "return_scores": True})[:2] == (200, {"result": []})
+@pytest.mark.parametrize("queries", [[], [""], [" \n", ""]])
+def test_no_queries_and_blank_ones_find_nothing(plain, queries):
+    """Search-R1's trainer sends "" for an empty <search></search>."""
+    assert post(plain, {"queries": queries, "topk": 3})[:2] == (200, {"result": [[] for _ in queries]})
+
+
+def test_a_blank_query_leaves_the_others_as_they_are(plain):
+    result = post(plain, {"queries": ["", "a", " ", "b"], "topk": 1})[1]["result"]
+    assert [[document["id"] for document in documents] for documents in result] == [[], ["7"], [], ["8"]]
+
+
+def test_a_blank_query_finds_nothing_in_process_either(index):
+    service = open_retriever(*index)
+    service._encoder = SimpleNamespace(encode_queries=lambda queries: np.ones((len(queries), 256), np.float32))
+    assert [len(passages) for passages in service.search([" ", "a"], 2)] == [0, 2]
+
+
+@pytest.mark.parametrize("fields", [{"topk": "2"}, {"topk": 2.0}, {"return_scores": 1}, {"return_scores": "true"}])
+def test_numbers_and_flags_are_read_as_search_r1_reads_them(plain, fields):
+    asked = {"queries": ["a"], "topk": 2, "return_scores": True}
+    assert post(plain, asked | fields)[:2] == (200, post(plain, asked)[1])
+
+
+def test_a_passage_that_is_no_unicode_is_sent_as_it_is():
+    """JSON of a corpus can spell half of a surrogate pair."""
+    half = Passage("1", "", "x\ud800y", 1.0)
+    with serving(DictRetriever({"a": [half], "b": [PLAIN]})) as url:
+        assert RetrieverClient(url).search(["a", "b"], 1) == [[half], [PLAIN]]
+
+
+def test_an_answer_that_json_cannot_spell_is_a_counted_error(caplog):
+    with serving(DictRetriever({"a": [Passage("1", "", "x", float("nan"))]})) as url:
+        status, answer, _ = post(url, {"queries": ["a"], "return_scores": True})
+        assert (status, answer) == (500, {"detail": "the search failed (ValueError); see the server's log"})
+        assert 'requests_total{status="500"}' in urllib3.request("GET", f"{url}/metrics").data.decode()
+
+
+def test_a_large_answer_is_rendered_off_the_event_loop(monkeypatch):
+    threads, render = [], retriever.server.render
+    monkeypatch.setattr(retriever.server, "render", lambda *a: threads.append(threading.get_ident()) or render(*a))
+    finder = SlowRetriever()
+    finder.gate.set()
+    with serving(finder) as url:
+        for k in (1, 300, 1):
+            assert len(post(url, {"queries": ["a"], "topk": k})[1]["result"][0]) == k
+    assert threads[0] == threads[2] != threads[1]
+
+
+def test_the_client_keeps_to_the_passages_of_a_request():
+    finder = SlowRetriever()
+    finder.gate.set()
+    with serving(finder, Limits(max_topk=10, max_passages=20)) as url:
+        client = RetrieverClient(url)
+        client.connect(top_k=6)
+        assert [len(found) for found in client.search(list("abcdefg"), 6)] == [6] * 7
+        assert post(url, {"queries": list("abcd"), "topk": 6})[0] == 422
+    assert finder.calls[1:] == [list("abc"), list("def"), ["g"]]
 
 
 @pytest.mark.parametrize(
@@ -154,8 +212,6 @@ def test_no_queries_find_nothing(plain):
         ({"queries": None}, 422, '"queries" must be a list of strings, not NoneType'),
         ({"queries": ["a", 7]}, 422, "queries[1] must be a string, not int"),
         ({"query": ["a"]}, 422, "query must be a string, not list"),
-        ({"queries": ["a", ""]}, 422, "queries[1] is empty"),
-        ({"queries": [" \n"]}, 422, "queries[0] is empty"),
         ({"queries": ["x" * 10_000]}, 422, "queries[0] has 10000 characters, at most 4096"),
         ({"queries": ["a"] * 101}, 422, '"queries" has 101 queries, at most 100'),
         (b'{"queries": ["\\ud800"]}', 422, "queries[0] is not Unicode text"),
@@ -163,9 +219,11 @@ def test_no_queries_find_nothing(plain):
         ({"queries": ["a"], "topk": -1}, 422, "got -1"),
         ({"queries": ["a"], "topk": 1001}, 422, "got 1001"),
         ({"queries": ["a"], "topk": 2.5}, 422, "got 2.5"),
-        ({"queries": ["a"], "topk": True}, 422, "got True"),
-        ({"queries": ["a"], "topk": "3"}, 422, "got '3'"),
-        ({"queries": ["a"], "return_scores": 1}, 422, '"return_scores" must be true or false'),
+        ({"queries": ["a"], "topk": "three"}, 422, "got 'three'"),
+        ({"queries": ["a"], "topk": [3]}, 422, "got [3]"),
+        ({"queries": ["a"] * 100, "topk": 656}, 422, '100 queries times "topk" = 656 is more than 65536'),
+        ({"queries": ["a"], "return_scores": 2}, 422, '"return_scores" must be true or false, got 2'),
+        ({"queries": ["a"], "return_scores": None}, 422, '"return_scores" must be true or false, got None'),
         ({"queries": ["a"], "top_k": 3}, 422, "unknown fields ['top_k']"),
         ({"queries": ["a"] * 10_000}, 413, "longer than 20000 bytes"),
     ],
@@ -211,7 +269,7 @@ def test_metrics_count_requests_queries_and_batches(plain):
     }  # fmt: skip
     before = values()
     post(plain, {"queries": ["a", "b"]})
-    post(plain, {"queries": [""]})
+    post(plain, {"queries": [7]})
     after = values()
     assert {name: float(after[name]) - float(before.get(name, 0)) for name in names} == names
 
@@ -225,6 +283,9 @@ def test_a_token_guards_all_but_health():
         client = RetrieverClient(url, token="sécret")
         client.connect()
         assert client.search(["a"], 1) == [[PARIS]]
+        sent = "bearer  sécret".encode()  # the name of the scheme has no case
+        assert post(url, {"queries": ["a"]}, {"Authorization": sent})[0] == 401  # UTF-8, headers are Latin-1
+        assert post(url, {"queries": ["a"]}, {"Authorization": sent.decode()})[0] == 200
         with pytest.raises(RetrieverError, match="HTTP 401.*set retriever.token_env"):
             RetrieverClient(url).search(["a"], 1)
 
@@ -269,6 +330,21 @@ def test_a_batch_has_at_most_max_batch_queries_and_a_request_is_never_split():
     found = asyncio.run(search())
     assert slow.calls == [["a", "b", "c"], ["d", "e"], ["f", "g", "h", "i"]]
     assert [[passages[0].text for passages in one] for one in found] == [list("ab"), ["c"], list("de"), list("fghi")]
+
+
+def test_a_batch_has_at_most_max_passages():
+    finder = SlowRetriever()
+    finder.gate.set()
+
+    async def search():
+        batcher = Batcher(finder, Limits(max_topk=6, max_passages=6, batch_wait_s=0.01))
+        answers = asyncio.gather(*[batcher.search([query], 3) for query in "abc"])
+        running = asyncio.create_task(batcher.run())
+        await answers
+        running.cancel()
+
+    asyncio.run(search())
+    assert finder.calls == [["a", "b"], ["c"]]
 
 
 def test_a_batch_finds_what_single_requests_find(index):
@@ -337,12 +413,43 @@ def test_the_client_learns_and_checks_what_is_served(index):
         for wanted, message in (
             ({"top_k": 6}, r"takes at most 5, but retriever.top_k = 6.*--max-topk 6"),
             ({"encoder": "e5"}, r"built with the encoder 'hashed dim=256.*retriever.encoder is 'e5'"),
+            ({"encoder": {"name": "hashed", "dim": 512}}, r"'hashed dim=256.*retriever.encoder is .*512"),
             ({"corpus_id": "f00d"}, f"corpus of sha256 {corpus_id}, retriever.corpus_id is f00d"),
         ):
             with pytest.raises(RetrieverError, match=message):
                 client.connect(**wanted)
         with pytest.raises(RetrieverError, match="at most 2000, but retriever.max_query_chars = 2001"):
             RetrieverClient(url, max_query_chars=2001).connect()
+
+
+@pytest.mark.parametrize(
+    ("asked", "accepted"),
+    [
+        ("intfloat/e5 small", True),
+        ("small", False),  # part of a folder's name
+        ({"name": "e5 small/", "pooling": "mean", "device": "cpu"}, True),
+        ({"name": "e5 small", "pooling": "cls"}, False),
+        ({"name": "e5 small", "revision": "x"}, False),
+        (None, True),
+    ],
+)
+def test_the_settings_of_a_servers_encoder_are_compared(asked, accepted):
+    settings = {"name": "/my models/e5 small", "pooling": "mean", "query_prefix": "query: "}
+    served = DictRetriever({})
+    served.info = lambda: IndexInfo("none", 2, "a model", 0, "flat", settings)
+    with serving(served) as url:
+        client = RetrieverClient(url)
+        if accepted:
+            client.connect(encoder=asked)
+            assert client.info().encoder_settings == settings
+        else:
+            with pytest.raises(RetrieverError, match="built with the encoder 'a model'"):
+                client.connect(encoder=asked)
+
+
+def test_a_server_that_compares_no_vectors_has_no_encoder(plain):
+    with pytest.raises(RetrieverError, match="built with the encoder 'dict', retriever.encoder is 'hashed'"):
+        RetrieverClient(plain).connect(encoder="hashed")
 
 
 def test_replicas_must_serve_the_same_index():
@@ -438,6 +545,40 @@ def test_a_server_of_ones_own_ends_with_a_killed_parent(index):
     wait_until(lambda: not alive(pid))
 
 
+def test_a_server_ends_with_its_parent_while_a_child_of_that_holds_the_pipe(index):
+    script = (
+        "import subprocess, sys, time; from retriever.client import start_server; "
+        "process, url = start_server(*sys.argv[1:]); "
+        "child = subprocess.Popen(['sleep', '60'], pass_fds=[process.stdin.fileno()], stdout=subprocess.DEVNULL); "
+        "print(process.pid, child.pid, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script, *map(str, index)], cwd=ROOT, stdout=subprocess.PIPE)
+    pid, child = map(int, parent.stdout.readline().split())
+    try:
+        parent.kill()
+        parent.communicate()
+        wait_until(lambda: not alive(pid))
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_server_stops_while_its_pipe_is_held(index):
+    process, _ = start_server(*index)
+    held = os.dup(process.stdin.fileno())  # as a forked child does
+    stop_server(process)
+    os.close(held)
+    assert process.returncode in (0, -signal.SIGTERM)
+
+
+def test_a_server_that_does_not_stop_is_killed(monkeypatch):
+    monkeypatch.setattr(retriever.client, "STOP_S", 0.2)
+    script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process.stdout.readline()
+    stop_server(process)
+    assert process.returncode == -signal.SIGKILL
+
+
 def test_a_server_that_cannot_start_says_why(index, tmp_path, capfd):
     with pytest.raises(RetrieverError, match="ended with status 2; its error is printed above"):
         start_server(tmp_path / "none.jsonl", index[1])
@@ -478,6 +619,7 @@ def test_workers_that_cannot_open_the_index_end_the_server(index, tmp_path):
         (["--workers", "0"], "--workers and --threads must be at least 1"),
         (["--topk", "0"], "topk must be positive, got 0"),
         (["--topk", "9", "--max-topk", "8"], "topk = 9 is more than max_topk = 8"),
+        (["--max-topk", "9", "--max-passages", "8"], "max_topk = 9 is more than max_passages = 8"),
         (["--port", "70000"], "cannot listen on 127.0.0.1, port 70000"),
     ],
 )
@@ -491,3 +633,36 @@ def test_a_port_in_use_is_named(index, capsys):
         port = taken.getsockname()[1]
         assert run_main(index, "--port", str(port)) == 2
     assert f"cannot listen on 127.0.0.1, port {port}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_port_that_another_server_took_meanwhile_is_named(index, capsys, monkeypatch, tmp_path, workers):
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with bind("127.0.0.1", port) as faster:
+            faster.listen()
+            monkeypatch.setattr(retriever.server, "bind", lambda host, port: listener)
+            assert run_main(index, "--workers", workers) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and f"cannot listen on 127.0.0.1, port {port}" in error
+
+
+def test_a_worker_that_fails_in_any_way_is_not_started_again(monkeypatch, capsys):
+    def fail(settings):
+        raise OSError("no such device")
+
+    monkeypatch.setattr(retriever.server, "open_app", fail)
+    monkeypatch.setattr(retriever.server, "_stop_after", lambda event: None)
+    monkeypatch.setattr(retriever.server.multiprocessing, "parent_process", lambda: SimpleNamespace(sentinel=0))
+    with pytest.raises(SystemExit) as ended:
+        open_app_in_worker(None)
+    assert ended.value.code == 3 and "OSError: no such device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("token", ["ключ", "hidden\nb", "hidden "])
+def test_a_token_that_no_header_can_hold_is_refused(index, capsys, monkeypatch, token):
+    monkeypatch.setenv("SECRET", token)
+    assert run_main(index, "--port", "0", "--token-env", "SECRET") == 2
+    error = capsys.readouterr().err
+    assert "--token-env SECRET: its token cannot be sent" in error and token not in error
