@@ -71,7 +71,8 @@ def planned(model: str, **settings: object) -> Setup:
         dtype_bytes=4, offload_optimizer=False, offload_params=False, reference="none", offload_reference=False,
         checkpointing=False, micro_batch_tokens=1024, micro_batch_responses=1024, max_rows=ROWS, group_size=GROUP,
         prefill_tokens=4096, max_prompt_tokens=PROMPT, max_observation_tokens=OBSERVATION,
-        max_trajectory_tokens=TRAJECTORY, schedule="lockstep", index_bytes=0,
+        max_trajectory_tokens=TRAJECTORY, schedule="lockstep", engine_share=0.0, engine_sleeps=True,
+        engine_update_bytes=0, async_save=False, index_bytes=0,
     )  # fmt: skip
     return Setup(**(defaults | settings))
 

@@ -236,11 +236,15 @@ def zero_config(
     What is left out is DeepSpeed's default, which suits 7B parameters on 8 GPUs by its sizes (not run on a GPU): at
     stage 3 the next 5e7 weights, a fifth of a layer, are fetched ahead of their use on a stream of their own
     (overlap_comm), weights of fewer than 1e5 numbers (norms, biases) stay whole, and 1e9 may be whole at a time, 2 GB.
+
+    In bfloat16 gradients are summed in float32 over ranks too, where the default would round each partial sum to 8
+    bits; stages 1 and 2 then make equal updates. Reductions send twice the bytes, and need a float32 copy of a bucket
+    or of the gradient of the output head.
     """
     zero: dict[str, Any] = {
         "stage": zero_stage,
-        # Numbers in the buffer that gradients are reduced in, which is always there. The default of 5e8 takes 1 GB in
-        # bfloat16 and 2 GB in float32; messages of 100 MB are as good.
+        # Numbers in the buffer that gradients are reduced in, which is always there. The default of 5e8 takes 2 GB in
+        # float32; messages of 200 MB are as good.
         "reduce_bucket_size": 50_000_000,
         "stage3_gather_16bit_weights_on_model_save": True,
     }
@@ -254,6 +258,7 @@ def zero_config(
         "gradient_clipping": max_grad_norm,
         "bf16": {"enabled": dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1_000_000_000,

@@ -35,6 +35,7 @@ GB = 1 << 30
 # and weights whose gradients it copies for one part of its optimiser step.
 LIVE_WEIGHTS = 1_000_000_000 + 50_000_000
 SUB_GROUP = 1_000_000_000
+BUCKET = zero_config(1, "float32", 1.0)["zero_optimization"]["reduce_bucket_size"]  # gradients reduced together
 
 CUDA_BYTES = 2 * GB  # context, kernels, workspaces of cuBLAS and NCCL
 FRAGMENTATION = 0.05  # share of a GPU's memory that its allocator loses between blocks
@@ -156,7 +157,11 @@ def model_config(config: Config) -> PreTrainedConfig:
 
 @dataclass(frozen=True)
 class Setup:
-    """What memory depends on. dtype_bytes: 2 for bfloat16, 4 for float32. index_bytes: of a node, 0 with a server."""
+    """What memory depends on.
+
+    dtype_bytes: 2 for bfloat16, 4 for float32. engine_share: of a GPU that vLLM takes, 0 with engine hf.
+    engine_update_bytes: of weights on their way to it. index_bytes: of a node, 0 with a server.
+    """
 
     shape: ModelShape
     zero_stage: int
@@ -178,12 +183,21 @@ class Setup:
     max_observation_tokens: int
     max_trajectory_tokens: int
     schedule: Literal["lockstep", "async"]
+    engine_share: float
+    engine_sleeps: bool
+    engine_update_bytes: int
+    async_save: bool
     index_bytes: int
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of a weight that the model is loaded with: bfloat16 without ZeRO is autocast on float32 weights."""
         return 4 if self.zero_stage == 0 else self.dtype_bytes
+
+    @property
+    def keeps_whole_gradients(self) -> bool:
+        """DeepSpeed's BF16_Optimizer: stage 1 in bfloat16, unless the optimiser is offloaded."""
+        return self.zero_stage == 1 and self.dtype_bytes == 2 and not self.offload_optimizer
 
     def share(self, count: int) -> int:
         """Return the part of `count` numbers that a rank holds when they are sharded."""
@@ -217,8 +231,8 @@ def state_bytes(setup: Setup) -> dict[str, int]:
     """Return the bytes of weights, gradients and optimiser state on a rank's device, within an update.
 
     Per parameter, DeepSpeed keeps a float32 copy and AdamW's two moments (12 bytes) and sums gradients in float32; from
-    stage 1 it shards the former, from stage 2 the latter, in stage 3 the weights. Without it gradients and moments have
-    the type of the weights.
+    stage 1 it shards the former, from stage 2 the latter, in stage 3 the weights. Stage 1 in bfloat16 holds gradients
+    in both types. Without DeepSpeed gradients and moments have the type of the weights.
     """
     shape, stage = setup.shape, setup.zero_stage
     held = 0 if setup.offload_params else setup.share(shape.parameters) if stage == 3 else shape.parameters
@@ -227,7 +241,7 @@ def state_bytes(setup: Setup) -> dict[str, int]:
     states = {
         "parameters": setup.weight_bytes * held,
         "autocast copies": setup.dtype_bytes * cast if setup.dtype_bytes < setup.weight_bytes else 0,
-        "gradients": 4 * (trained if stage < 2 else own),
+        "gradients": (6 if setup.keeps_whole_gradients else 4) * (trained if stage < 2 else own),
         "optimizer state": 12 * own if stage else 8 * trained,
         "reference": setup.weight_bytes * held if setup.reference == "copy" else 0,
     }
@@ -302,28 +316,54 @@ def prefill_bytes(setup: Setup) -> int:
     return max(prompts, observations) * forward_bytes(shape, size) + mask
 
 
+def reduction_bytes(setup: Setup) -> int:
+    """Return the bytes of buffers in which ZeRO reduces gradients: a bucket and a flat copy of it.
+
+    Stage 2 has them in the type of the weights and a float32 copy, the others in float32. A gradient larger than the
+    bucket is not copied into it, only to float32.
+    """
+    stage, size = setup.zero_stage, setup.dtype_bytes
+    if not stage or setup.keeps_whole_gradients:  # DDP's buckets are the gradients; BF16_Optimizer reduces in place
+        return 0
+    if stage == 1 or size == 4:  # stage 1 reduces what it has summed in float32
+        return 4 * 2 * BUCKET
+    shape = setup.shape
+    head = shape.head_parameters if shape.trained == shape.parameters else 0
+    bucket, copies = (4, 4) if stage == 3 else (2, 2 + 4)
+    return bucket * BUCKET + max(copies * BUCKET, 4 * head)
+
+
 def memory(setup: Setup, device_bytes: int) -> Memory:
     """Return what a rank with `device_bytes` of memory holds in the phases of a step, and its node."""
     shape, size, stage = setup.shape, setup.dtype_bytes, setup.zero_stage
+    own = setup.share(shape.trained)
     states = state_bytes(setup)
     live = size * min(shape.parameters, LIVE_WEIGHTS) if stage == 3 else 0
-    bucket = zero_config(stage, "float32", 1.0)["zero_optimization"]["reduce_bucket_size"] if stage else 0
+    bucket = 4 * BUCKET if stage == 3 else 0
     reserve = CUDA_BYTES + int(FRAGMENTATION * device_bytes) if setup.on_gpu else CPU_BYTES
-    # Freed after an update, but for the buffers of DDP and stage 3.
-    between = states | ({} if stage == 3 or (stage == 0 and setup.ranks > 1) else {"gradients": 0})
+    between = dict(states)  # updates
+    if setup.keeps_whole_gradients:
+        between["gradients"] = 4 * shape.trained
+    elif stage in (1, 2) or setup.ranks == 1 and stage == 0:  # DDP and stage 3 keep theirs
+        between["gradients"] = 0
+    engine = int(setup.engine_share * device_bytes)
+    between["vLLM"] = 0 if setup.engine_sleeps else engine
 
     sampled = min(max(SAMPLE_LOGITS, shape.vocabulary), setup.max_rows * shape.vocabulary)
     rollout = between | {
         "gathered weights": size * shape.parameters if stage == 3 else 0,
-        "communication": size * bucket if stage == 3 else 0,
+        "communication": bucket,
         "KV cache": cache_bytes(setup),
         "prefill": prefill_bytes(setup),
         "sampling": SAMPLE_BYTES * sampled,
         "reserve": reserve,
     }
+    if engine:
+        on_their_way = min(setup.engine_update_bytes, rollout["gathered weights"])
+        rollout |= {"vLLM": engine, "gathered weights": on_their_way, "KV cache": 0, "prefill": 0, "sampling": 0}
     scoring = between | {
         "gathered weights": live,
-        "communication": size * bucket if stage == 3 else 0,
+        "communication": bucket,
         "activations": setup.update_tokens * forward_bytes(shape, size),
         "output head": head_bytes(setup, backward=False),
         "reserve": reserve,
@@ -331,25 +371,37 @@ def memory(setup: Setup, device_bytes: int) -> Memory:
     if setup.offload_reference:
         scoring["reference"] = setup.weight_bytes * shape.parameters
     # The optimiser's copy of gradients comes when activations and gathered weights are gone.
-    step = 4 * min(SUB_GROUP, setup.share(shape.trained)) if stage == 3 and not setup.offload_optimizer else 0
+    step = 4 * min(SUB_GROUP, own) if stage == 3 and not setup.offload_optimizer else 0
     head = head_bytes(setup, backward=True)
     update = states | {
+        "vLLM": between["vLLM"],
         "gathered weights": live,
-        "communication": (4 if stage == 1 else size) * bucket,
+        "communication": reduction_bytes(setup),
         "activations": max(activation_bytes(setup), step - live - head),
         "output head": head,
         "reserve": reserve,
     }
 
     here = setup.ranks_per_node
+    whole = setup.weight_bytes * shape.parameters
     offloaded = size * setup.share(shape.parameters) * here if setup.offload_params else 0
-    copies = setup.weight_bytes * shape.parameters * here
-    host = {
-        "index": setup.index_bytes,
-        "optimizer": 16 * setup.share(shape.trained) * here if setup.offload_optimizer else 0,
+    copies = whole * here
+    # A checkpoint has moments and, in bfloat16, float32 weights, from each rank its part; the first rank adds the
+    # weights as they are, which stage 3 gathers in host memory before they are copied there.
+    saved = (12 if setup.weight_bytes == 2 else 8) * own * here
+    checkpoint = saved + whole if setup.async_save else 0
+    checkpoint += whole if stage == 3 else 0
+    training = {
+        "optimizer": 16 * own * here if setup.offload_optimizer else 0,
         "parameters": offloaded,
         "reference": copies if setup.offload_reference else offloaded if setup.reference == "copy" else 0,
-        "loading": copies if setup.on_gpu else 0,  # each rank reads all weights before they go to its GPU
+        "checkpoint": checkpoint if setup.on_gpu else 0,
+    }
+    host = {
+        "index": setup.index_bytes,
+        **training,
+        # each rank reads all weights before they go to its GPU, when there is nothing of the former yet
+        "loading": max(0, copies - sum(training.values())) if setup.on_gpu else 0,
         "processes": HOST_PROCESS_BYTES * here if setup.on_gpu else 0,
     }
 
@@ -494,10 +546,10 @@ def step_seconds(
     updates = minibatches * epochs
     if setup.zero_stage == 3:
         gathers = 1 + micro_batches * (2 * updates + minibatches * (old + scored_reference))
-        moved = (gathers + micro_batches * updates) * weights
+        moved = (gathers + micro_batches * updates * 4 / size) * weights
     elif setup.zero_stage:
-        reductions = updates * (micro_batches * weights if setup.zero_stage == 2 else 4 / size * weights)
-        moved = reductions + updates * weights
+        reductions = updates * (micro_batches if setup.zero_stage == 2 else 1)  # to all ranks, twice the way
+        moved = (reductions * 2 * 4 / size + updates) * weights
     else:
         moved = updates * 2 * 4 / size * weights
     share = shape.parameters / (setup.ranks if setup.zero_stage else 1)
@@ -639,11 +691,22 @@ def make_plan(
         max_observation_tokens=rollout.max_observation_tokens,
         max_trajectory_tokens=rollout.max_trajectory_tokens,
         schedule=rollout.schedule,
+        engine_share=rollout.vllm.memory_fraction if rollout.engine == "vllm" and on_gpu else 0.0,
+        engine_sleeps=rollout.vllm.sleep,
+        engine_update_bytes=rollout.vllm.update_bytes,
+        async_save=config.checkpoint.async_save,
         index_bytes=index_bytes,
     )
     assumptions = [
         "for memory, trajectories as long as the settings allow; neither memory nor time was compared with a GPU",
     ]
+    if rollout.engine == "vllm":
+        assumptions.append(
+            "vLLM takes rollout.vllm.memory_fraction of a GPU, however many rows run at once in it; its time is "
+            "reckoned as that of engine hf"
+            if on_gpu
+            else "rollout.engine = vllm on a CPU is not modelled: rollouts are reckoned as by engine hf"
+        )
     if index_assumed is not None:
         assumptions.append(index_assumed)
     if config.warm_start is None and config.model.path in KNOWN_MODELS and not Path(config.model.path).exists():

@@ -68,9 +68,13 @@ def test_each_config_fits_the_hardware_that_it_names(name):
     assert MODELS[name] in KNOWN_MODELS
     plan = make_plan(config_of(name), gpus=8, device_bytes=80 * GB)
     assert plan.fits and plan.suggestion.zero_stage == plan.setup.zero_stage
-    assert f"A rank holds at most {plan.memory.peak / GB:.0f} GB," in (
-        ROOT / "configs" / f"{name}.yaml"
-    ).read_text().replace("\n# ", " ")
+    comment = (ROOT / "configs" / f"{name}.yaml").read_text().replace("\n# ", " ")
+    assert f"A rank holds at most {plan.memory.peak / GB:.0f} GB," in comment
+    assert f"an update takes {sum(plan.memory.update.values()) / GB:.0f} GB." in comment
+    if plan.setup.offload_optimizer:
+        host = plan.memory.host
+        assert f"The node needs {sum(host.values()) / GB:.0f} GB of that: {host['optimizer'] / GB:.0f}" in comment
+        assert f"{host['checkpoint'] / GB:.0f} for the copy" in comment and f"{host['index'] / GB:.0f} for" in comment
 
 
 def test_a_preset_changes_the_base_and_the_file_both(tmp_path):

@@ -1,5 +1,7 @@
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,7 @@ from sapo.plan import (
     memory,
     model_config,
     plan_here,
+    reduction_bytes,
     shape_of,
     state_bytes,
     step_seconds,
@@ -33,6 +36,7 @@ from sapo.plan import (
 )
 from sapo.policy import Policy
 from tests.tiny import tiny_tokenizer
+from tests.zero_bytes import MODEL
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = ModelShape(
@@ -43,7 +47,8 @@ SETUP = Setup(
     shape=SHAPE, zero_stage=0, ranks=4, ranks_per_node=4, on_gpu=False, dtype_bytes=2, offload_optimizer=False,
     offload_params=False, reference="copy", offload_reference=False, checkpointing=True, micro_batch_tokens=64,
     micro_batch_responses=4, max_rows=6, group_size=2, prefill_tokens=40, max_prompt_tokens=8,
-    max_observation_tokens=7, max_trajectory_tokens=32, schedule="lockstep", index_bytes=0,
+    max_observation_tokens=7, max_trajectory_tokens=32, schedule="lockstep", engine_share=0.0,
+    engine_sleeps=True, engine_update_bytes=0, async_save=True, index_bytes=0,
 )  # fmt: skip
 CONFIG = str(ROOT / "configs" / "qwen7b.yaml")
 TINY = dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
@@ -85,7 +90,7 @@ def test_adapters_are_counted_and_only_they_are_trained():
     assert (shape.trained, shape.parameters) == (2 * (64 + 64) + 2 * (128 + 64), 69184 + 640)
     states = state_bytes(dataclasses.replace(SETUP, shape=shape, zero_stage=1, reference="adapters off"))
     assert states == {
-        "parameters": 2 * 69824, "autocast copies": 0, "gradients": 4 * 640, "optimizer state": 12 * 160,
+        "parameters": 2 * 69824, "autocast copies": 0, "gradients": 6 * 640, "optimizer state": 12 * 160,
         "reference": 0,
     }  # fmt: skip
 
@@ -95,14 +100,15 @@ def test_adapters_are_counted_and_only_they_are_trained():
     [
         ({"dtype_bytes": 4, "ranks": 1}, (4000, 0, 4000, 8000, 4000)),
         ({}, (4000, 2000, 4000, 8000, 4000)),
-        ({"zero_stage": 1}, (2000, 0, 4000, 3000, 2000)),
+        ({"zero_stage": 1}, (2000, 0, 6000, 3000, 2000)),
+        ({"zero_stage": 1, "dtype_bytes": 4}, (4000, 0, 4000, 3000, 4000)),
         ({"zero_stage": 2}, (2000, 0, 1000, 3000, 2000)),
         ({"zero_stage": 3}, (500, 0, 1000, 3000, 500)),
         ({"zero_stage": 2, "dtype_bytes": 4}, (4000, 0, 1000, 3000, 4000)),
         ({"zero_stage": 2, "offload_optimizer": True, "offload_reference": True}, (2000, 0, 0, 0, 0)),
         ({"zero_stage": 1, "offload_optimizer": True}, (2000, 0, 4000, 0, 2000)),
         ({"zero_stage": 3, "offload_optimizer": True, "offload_params": True}, (0, 0, 0, 0, 0)),
-        ({"zero_stage": 1, "ranks": 3, "reference": "none"}, (2000, 0, 4000, 12 * 334, 0)),
+        ({"zero_stage": 1, "ranks": 3, "reference": "none"}, (2000, 0, 6000, 12 * 334, 0)),
     ],
 )
 def test_states_of_each_stage(changes, expected):
@@ -174,6 +180,8 @@ def test_phases_hold_what_lives_in_them():
     setup = dataclasses.replace(SETUP, zero_stage=2)
     planned = memory(setup, 0)
     assert "gradients" not in planned.rollout and planned.update["gradients"] == 1000
+    stage1 = memory(dataclasses.replace(SETUP, zero_stage=1), 0)
+    assert stage1.rollout["gradients"] == 4000 and stage1.update["gradients"] == 6000
     assert "KV cache" in planned.rollout and "KV cache" not in planned.update
     assert planned.rollout["reference"] == planned.update["reference"] == 2000
     offloaded = memory(dataclasses.replace(setup, offload_reference=True), 0)
@@ -188,6 +196,72 @@ def test_phases_hold_what_lives_in_them():
     assert stage3.rollout["KV cache"] == 6 * (36 + 16) * 16 * 3
     # 6 observations of 8 tokens cut at 40 tokens a forward; their masks see 32 slots by two groups
     assert stage3.rollout["prefill"] == 40 * (2 * 3 * 24 + 32) + 40 * 32 * 2 * 2
+
+
+def test_reductions_hold_buckets_of_gradients():
+    setup = dataclasses.replace(SETUP, zero_stage=2)
+    assert (reduction_bytes(SETUP), reduction_bytes(dataclasses.replace(SETUP, zero_stage=1))) == (0, 0)
+    # in bfloat16 a bucket, its flat and its float32 copy; the gradient of the head when that is larger
+    assert reduction_bytes(setup) == 2 * 50_000_000 + (2 + 4) * 50_000_000
+    large = dataclasses.replace(SHAPE, vocabulary=152_064, hidden=3584)
+    assert reduction_bytes(dataclasses.replace(setup, shape=large)) == 2 * 50_000_000 + 4 * 152_064 * 3584
+    assert reduction_bytes(dataclasses.replace(setup, shape=dataclasses.replace(large, trained=10))) == 400_000_000
+    stage3 = dataclasses.replace(setup, zero_stage=3, shape=large)
+    assert reduction_bytes(stage3) == 4 * 50_000_000 + 4 * 152_064 * 3584
+    float32 = {"dtype_bytes": 4}
+    for changes in ({"zero_stage": 1, "offload_optimizer": True}, {"zero_stage": 3}, float32):
+        assert reduction_bytes(dataclasses.replace(setup, **changes)) == 400_000_000
+
+
+def test_a_node_holds_a_copy_of_what_is_written():
+    setup = dataclasses.replace(SETUP, zero_stage=2, on_gpu=True, reference="none", ranks=8)
+    # of half the ranks, 125 parameters each: moments and float32 weights; the first also the weights in bfloat16
+    assert memory(setup, 0).host == {"checkpoint": 12 * 500 + 2000, "processes": 12 * GB}
+    assert memory(dataclasses.replace(setup, zero_stage=3), 0).host["checkpoint"] == 12 * 500 + 2 * 2000
+    assert memory(dataclasses.replace(setup, dtype_bytes=4), 0).host["checkpoint"] == 8 * 500 + 4000
+    waits = dataclasses.replace(setup, async_save=False)
+    assert memory(waits, 0).host == {"loading": 8000, "processes": 12 * GB}
+
+
+def test_vllm_takes_its_share_and_no_cache_of_ours():
+    settings = ("rollout.engine=vllm", "rollout.vllm.memory_fraction=0.25")
+    plan = plan_7b(*settings)
+    rollout = plan.memory.rollout
+    assert rollout["vLLM"] == 20 * GB and rollout["gathered weights"] == 1 << 30
+    assert not {"KV cache", "prefill", "sampling"} & set(rollout)
+    assert "vLLM" not in plan.memory.update and plan.suggestion.max_rows == 320
+    assert "vLLM takes" in plan.assumptions[1]
+    awake = plan_7b(*settings, "rollout.vllm.sleep=false").memory
+    assert awake.update["vLLM"] == awake.scoring["vLLM"] == 20 * GB
+    on_cpu = plan_7b(*settings, on_gpu=False)
+    assert "KV cache" in on_cpu.memory.rollout and "not modelled" in on_cpu.assumptions[1]
+
+
+@pytest.fixture(scope="module")
+def live_bytes():
+    """Bytes of live tensors by "stage dtype"."""
+    command = [sys.executable, "-m", "tests.zero_bytes"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "a_parameter"),
+    [
+        (1, "bfloat16", 18), (1, "float32", 16), (2, "bfloat16", 14), (2, "float32", 16),
+        # weights, gradients, float32 weights and moments; the bucket apart
+        (3, "bfloat16", 18), (3, "float32", 20),
+    ],
+)  # fmt: skip
+def test_the_bytes_between_updates_are_those_of_live_tensors(live_bytes, stage, dtype, a_parameter):
+    shape, size = shape_of(MODEL), 2 if dtype == "bfloat16" else 4
+    setup = dataclasses.replace(SETUP, shape=shape, zero_stage=stage, ranks=1, dtype_bytes=size, reference="none")
+    parts = memory(setup, 0).rollout
+    held = ("parameters", "gradients", "optimizer state")
+    assert sum(parts.get(name, 0) for name in held) == a_parameter * shape.parameters
+    bucket = parts.get("communication", 0)
+    assert live_bytes[f"{stage} {dtype}"] - bucket == pytest.approx(a_parameter * shape.parameters, rel=0.01)
 
 
 def test_checkpointing_keeps_the_input_of_each_layer():
@@ -240,8 +314,13 @@ def test_seconds_of_a_step():
     assert seconds["communication"] == 0
     shared = dataclasses.replace(setup, ranks=2, ranks_per_node=2)
     seconds = step_seconds(shared, hardware, assumed, responses_per_rank=6, minibatches=3, epochs=1)
-    # three updates of one micro-batch: half of 2,000 bytes of gradients, and of weights
-    assert seconds["communication"] == pytest.approx(3 * (1000 + 1000) / 500)
+    # three updates of one micro-batch: twice half of 4,000 bytes of gradients, and half of 2,000 of weights
+    assert seconds["communication"] == pytest.approx(3 * (4000 + 1000) / 500)
+    seconds = step_seconds(
+        dataclasses.replace(shared, zero_stage=3), hardware, assumed, responses_per_rank=6, minibatches=3, epochs=1
+    )
+    # half of 2,000 bytes of weights once to sample, in each update twice and for two scorings; half of the gradients
+    assert seconds["communication"] == pytest.approx((1000 * (1 + 3 * (2 + 2)) + 3 * 2000) / 500)
 
 
 def test_the_command_prints_a_table_or_json(capsys):
