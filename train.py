@@ -9,6 +9,7 @@ old logprobs -> SAPO updates -> metrics -> evaluation -> checkpoint.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -55,13 +56,23 @@ from sapo.assemble import (
 )
 from sapo.baselines import LOSSES
 from sapo.batch import Minibatch, level_ranks, plan_step
-from sapo.checkpoint import CheckpointWriter, checkpoint_step, fault, list_checkpoints, load_checkpoint, rewind
+from sapo.checkpoint import (
+    CheckpointWriter,
+    Score,
+    checkpoint_step,
+    fault,
+    list_checkpoints,
+    load_checkpoint,
+    lock_file,
+    locked,
+    rewind,
+)
 from sapo.config import Config, batch_plan, config_warnings, load_config, to_yaml
 from sapo.data import spare_questions, step_questions
 from sapo.diagnostics import MAX_TURN, RULES, Alarm, DriftAlarm, DriftStop, StepStats, judge, token_kinds
 from sapo.distributed import Distributed, Updater, frozen_reference, setup, warmup_lr
 from sapo.engine.hf import HFEngine
-from sapo.engine.vllm import Engine, require_vllm
+from sapo.engine.vllm import Engine, VLLMEngine, require_vllm
 from sapo.evaluation import trajectory_row, write_atomically, write_rows
 from sapo.launch import check_agreement, overruled, source_hashes
 from sapo.lora import add_adapters, require_peft
@@ -106,17 +117,16 @@ class Trainer:
     reference: Callable[[], AbstractContextManager[torch.nn.Module]] | None
     engine: Engine
     alarm: DriftAlarm
+    writer: CheckpointWriter
     start_model: str
     steps_done: int
 
 
 def train(trainer: Trainer, logger: MetricsLogger, stop: StopRequest) -> None:
     """Run the steps after `trainer.steps_done`, and count them there."""
-    config, dist, updater = trainer.config, trainer.dist, trainer.updater
-    kept = config.checkpoint.model_dump(exclude={"every_steps"})
-    writer = CheckpointWriter(config.run_dir, dist, updater, trainer.tokenizer, **kept)
+    config, dist, updater, writer = trainer.config, trainer.dist, trainer.updater, trainer.writer
     if trainer.steps_done == 0 and config.eval.at_start:
-        logger.log(0, evaluate(trainer, logger, 0))
+        logger.log(0, evaluate(trainer, logger, 0)[0])
     stopping = False
     while trainer.steps_done < config.optim.steps and not stopping:
         step = trainer.steps_done + 1
@@ -168,8 +178,10 @@ def train(trainer: Trainer, logger: MetricsLogger, stop: StopRequest) -> None:
             save_trajectories(trainer, logger, trajectories, step)
         stopping = any(map(any, dist.gather_ranks([float(stop.requested)])))
         last = step == config.optim.steps or stopping
+        score = None
         if due(config.eval.every_steps, step) or last:
-            metrics |= evaluate(trainer, logger, step)
+            heldout, score = evaluate(trainer, logger, step)
+            metrics |= heldout
         alarms = dist.gather_objects(trainer.alarm.check(step, metrics))[0]
         metrics["drift/alarms"] = float(len(alarms))
         logger.log(step, metrics, update_metrics)
@@ -177,7 +189,7 @@ def train(trainer: Trainer, logger: MetricsLogger, stop: StopRequest) -> None:
         if due(config.checkpoint.every_steps, step) or last or (alarms and config.drift.action == "stop"):
             state = {"skipped_updates": updater.skipped, "drift": trainer.alarm.state()}
             drifting = not trainer.alarm.calm  # then what is from before stays
-            writer.save(step, state, em=metrics.get("eval/heldout/em"), keep_all=drifting)
+            writer.save(step, state, score, keep_all=drifting)
         if updater.skipped > config.optim.max_nonfinite:
             writer.finish()
             raise RuntimeError(
@@ -186,7 +198,8 @@ def train(trainer: Trainer, logger: MetricsLogger, stop: StopRequest) -> None:
                 f"from the beginning or with model.path=<an earlier step>/model of {config.run_dir / 'checkpoints'}"
             )
         if alarms and not stopping:
-            writer.finish()
+            if config.drift.action != "warn":
+                writer.finish()
             answer_alarms(trainer, logger, alarms)
     writer.finish()
 
@@ -415,18 +428,23 @@ def answer_alarms(trainer: Trainer, logger: MetricsLogger, alarms: list[Alarm]) 
     """
     drift, run_dir = trainer.config.drift, trainer.config.run_dir
     since = min(alarm.since for alarm in alarms)
-    good = [checkpoint for checkpoint in list_checkpoints(run_dir) if checkpoint_step(checkpoint) < since][-1:]
+    good: list[Path] = []
+    if drift.action != "warn":
+        found = trainer.dist.gather_objects(list_checkpoints(run_dir))[0]
+        good = [checkpoint for checkpoint in found if checkpoint_step(checkpoint) < since]
+    while good and (harm := damage(good[-1], trainer.dist)):
+        logger.message(f"warning: {good.pop()} is damaged: {harm}")
     verdict = judge(
         alarms,
         trainer.steps_done,
         action=drift.action,
-        good_step=checkpoint_step(good[0]) if good else None,
+        good_step=checkpoint_step(good[-1]) if good else None,
         rollback=trainer.alarm.rollbacks + 1,
         max_rollbacks=drift.max_rollbacks,
         lr_factor=drift.rollback_lr_factor,
     )
     if verdict.roll_back:
-        roll_back(trainer, logger, good[0])
+        roll_back(trainer, logger, good[-1])
     if verdict.stop:
         raise DriftStop(verdict.text)
     if verdict.text:
@@ -463,13 +481,17 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
     trainer.steps_done = checkpoint_step(checkpoint)
 
 
-def evaluate(trainer: Trainer, logger: MetricsLogger, step: int) -> dict[str, float]:
-    """Score the current policy on held-out questions, greedy and as configured; write the results."""
+def evaluate(trainer: Trainer, logger: MetricsLogger, step: int) -> tuple[dict[str, float], Score | None]:
+    """Score the current policy on held-out questions, as configured, and write the results.
+
+    Returns the metrics, and of the first decoding the EM that checkpoints are compared by; None without questions.
+    """
     config, dist = trainer.config, trainer.dist
     questions = trainer.sources.heldout[: config.eval.questions]
     metrics: dict[str, float] = {}
+    score: Score | None = None
     if not questions:
-        return metrics
+        return metrics, score
     model = trainer.start_model if step == 0 else str(config.run_dir / "checkpoints" / f"step_{step}" / "model")
     for name, sampling in eval_decodings(config).items():
         conditions = evaluation_conditions(config, questions, sampling, model, step, trainer.retriever.info())
@@ -486,9 +508,12 @@ def evaluate(trainer: Trainer, logger: MetricsLogger, step: int) -> dict[str, fl
                 f"step_{step}_{name}",
             )
         suffix = "" if name == "greedy" else f"_{name}"
-        metrics |= {f"eval/heldout/{score}{suffix}": result[score] for score in ("em", "f1", "searches")}
+        metrics |= {f"eval/heldout/{figure}{suffix}": result[figure] for figure in ("em", "f1", "searches")}
+        if score is None:
+            measured = json.dumps(conditions | {"step": None, "model": None}, sort_keys=True)
+            score = Score(result["em"], hashlib.sha256(measured.encode()).hexdigest(), f"eval/heldout/em{suffix}")
         logger.message(f"step {step}: held-out EM {result['em']:.3f}, F1 {result['f1']:.3f} ({name}, n={result['n']})")
-    return metrics
+    return metrics, score
 
 
 def save_trajectories(trainer: Trainer, logger: MetricsLogger, trajectories: list[Trajectory], step: int) -> None:
@@ -582,10 +607,11 @@ def open_run(config: Config, resume: str | None, force: bool, dist: Distributed)
 
     resume: None, "latest", or a checkpoint of this run. The latest that is whole is taken, with a warning when there is
     a later one. All ranks must call. Raises ValueError when the folder exists and was not to be resumed, holds a run of
-    other settings that `force` does not accept, or has not the checkpoint asked for.
+    other settings that `force` does not accept, or has not the checkpoint asked for. A run that failed before it had
+    anything to lose does not count.
     """
     run_dir = config.run_dir
-    if not run_dir.exists():
+    if not run_dir.exists() or has_nothing(run_dir):
         if resume not in (None, "latest"):
             raise ValueError(f"there is no run {run_dir} that could go on from {resume}: check output_dir and name")
         return None
@@ -613,7 +639,7 @@ def open_run(config: Config, resume: str | None, force: bool, dist: Distributed)
         checkpoints = checkpoints[: places.index(asked) + 1]
     while checkpoints:
         checkpoint = checkpoints.pop()
-        found = next(filter(None, dist.gather_objects(fault(checkpoint, dist.rank, dist.world_size))), None)
+        found = damage(checkpoint, dist)
         if found is None:
             return checkpoint
         before = checkpoints[-1] if checkpoints else None
@@ -623,6 +649,18 @@ def open_run(config: Config, resume: str | None, force: bool, dist: Distributed)
         if dist.is_main:
             print(f"warning: {checkpoint} is damaged: {found}; going on from {before}", file=sys.stderr)
     return None
+
+
+def has_nothing(run_dir: Path) -> bool:
+    """Return whether a run was started in this folder that left neither metrics nor a checkpoint."""
+    metrics = run_dir / "metrics.jsonl"
+    rows = metrics.stat().st_size if metrics.exists() else 0
+    return (run_dir / "run.json").is_file() and not rows and not list_checkpoints(run_dir)
+
+
+def damage(checkpoint: Path, dist: Distributed) -> str | None:
+    """Return what is wrong with a checkpoint, None when nothing is; each rank reads its share, and all must call."""
+    return next(filter(None, dist.gather_objects(fault(checkpoint, dist.rank, dist.world_size))), None)
 
 
 def changed_settings(config: Config) -> dict[str, tuple[Any, Any]]:
@@ -646,6 +684,12 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def write_run_record(config: Config, **fields: Any) -> None:
     """Update runs/<name>/run.json: commit, versions, status."""
     write_atomically(config.run_dir / "run.json", json.dumps(run_record(config) | fields, indent=1) + "\n")
+
+
+def end_record(config: Config) -> None:
+    """Record a run that ended before it could say how as failed."""
+    if run_record(config)["status"] == "running":
+        write_run_record(config, status="failed")
 
 
 def run_record(config: Config) -> dict[str, Any]:
@@ -675,6 +719,7 @@ def run(config: Config, watch: Watch, *, resume: str | None, force: bool, dry_ru
         timeout_s=config.distributed.timeout_s,
         seed=config.seed,
     )
+    held = contextlib.ExitStack()
     try:
         if config.model.threads is not None:
             torch.set_num_threads(config.model.threads)
@@ -684,6 +729,10 @@ def run(config: Config, watch: Watch, *, resume: str | None, force: bool, dry_ru
             require_peft()
         if config.rollout.engine == "vllm":
             require_vllm()
+        if dist.is_main and not dry_run:
+            held.enter_context(locked(config.run_dir))
+        check_shared(config, dist)
+        existed = config.run_dir.exists()
         checkpoint = open_run(config, resume, force, dist)
         if checkpoint is not None and checkpoint_step(checkpoint) >= config.optim.steps:
             if dist.is_main:
@@ -698,18 +747,22 @@ def run(config: Config, watch: Watch, *, resume: str | None, force: bool, dry_ru
         dist.barrier()
         retriever = connect_retriever_in_turn(config, sources, dist)
         check_data(dist, sources, retriever)
-        if dry_run:
+        if dry_run or checkpoint is None:
             check_model(config)
+        if dry_run:
             if dist.is_main:
                 print(plan_here(config, dist.world_size))
                 print(f"dry run: {len(sources.train)} training and {len(sources.heldout)} held-out questions, "
                       f"{retriever.info().passages} passages; nothing was trained")  # fmt: skip
             return
         if dist.is_main:
-            if changed := changed_settings(config):
+            if force and (changed := changed_settings(config)):
                 forced = {"from": str(checkpoint), "changed": changed}
                 write_run_record(config, forced=[*run_record(config).get("forced", []), forced])
-            config.run_dir.mkdir(parents=True, exist_ok=True)
+            try:
+                config.run_dir.mkdir(parents=True, exist_ok=existed)
+            except FileExistsError:
+                raise ValueError(f"{config.run_dir} was made by another process: use another name (name=...)") from None
             write_atomically(config.run_dir / "config.yaml", to_yaml(config))
             write_run_record(
                 config,
@@ -721,6 +774,7 @@ def run(config: Config, watch: Watch, *, resume: str | None, force: bool, dry_ru
                 status="running",
                 stopped_by=None,
             )
+            held.callback(end_record, config)
             watch.on_end = lambda reason: write_run_record(config, status="failed", stopped_by=reason)
         dist.barrier()
         models = prepare_models(config, dist)
@@ -729,10 +783,11 @@ def run(config: Config, watch: Watch, *, resume: str | None, force: bool, dry_ru
         trainer = assemble(config, dist, sources, retriever, models["start_model"], checkpoint)
         wandb = config.logging.wandb
         latest = max(map(checkpoint_step, list_checkpoints(config.run_dir)), default=-1)
+        aside = checkpoint is not None and (resume != "latest" or trainer.steps_done < latest)
         with MetricsLogger(
             config.run_dir,
             config.optim.steps,
-            resume_step=latest,  # -1: the row of step 0 is made again
+            resume_step=sys.maxsize if aside else latest,  # -1: the row of step 0 is made again
             enabled=dist.is_main,
             console=config.logging.console,
             wandb={"mode": wandb.mode, "project": wandb.project, "entity": wandb.entity, "group": wandb.group},
@@ -740,7 +795,7 @@ def run(config: Config, watch: Watch, *, resume: str | None, force: bool, dry_ru
         ) as logger:
             status = "failed"
             try:
-                if trainer.steps_done < latest:
+                if aside:
                     stamp = datetime.now(timezone.utc).strftime("%Y%m%d_%H%M%S")
                     undo_later_steps(trainer, logger, f"undone_{stamp}", keep_checkpoints=True)
                 with StopRequest(show=dist.is_main) as stop:
@@ -754,13 +809,19 @@ def run(config: Config, watch: Watch, *, resume: str | None, force: bool, dry_ru
             except KeyboardInterrupt:
                 status = "interrupted"
                 raise
+            except Exception:
+                trainer.writer.wait()
+                raise
             finally:
+                if isinstance(trainer.engine, VLLMEngine):
+                    trainer.engine.close()
                 if dist.is_main:
                     done, seconds = trainer.steps_done, round(time.monotonic() - began, 1)
                     write_run_record(config, status=status, steps_done=done, wall_s=seconds)
                     report = write_report(config.run_dir)
                     logger.message(f"{status} after {done} steps, {seconds:.0f} s; report {report}")
     finally:
+        held.close()
         if sys.exc_info()[0] in (None, DriftStop):  # where all ranks come; a launcher ends the others after the first
             dist.end()
 
@@ -771,6 +832,19 @@ def check_ranks(config: Config, dist: Distributed) -> None:
     facts |= {f"package {name}": version for name, version in package_versions().items()}
     facts |= {f"file {name}": content for name, content in source_hashes().items()}
     fix = "Start every node in the same environment, from the same checkout, with the same command"
+    check_agreement(facts, dist.gather_objects, fix)
+
+
+def check_shared(config: Config, dist: Distributed) -> None:
+    """Raise RuntimeError when ranks see different run folders: some would resume, some start, or wait for ever."""
+    dist.barrier()  # the lock names this start by now
+    run_dir, lock = config.run_dir, lock_file(config.run_dir)
+    facts = {
+        f"folder {run_dir}": "there" if run_dir.exists() else "not there",
+        f"lock {lock}": lock.read_text(encoding="utf-8").strip() if lock.exists() else "not there",
+        "list of checkpoints": ", ".join(path.name for path in list_checkpoints(run_dir)) or "empty",
+    }
+    fix = f"output_dir = {config.output_dir} must be one folder that every node sees, under the same path"
     check_agreement(facts, dist.gather_objects, fix)
 
 
@@ -832,8 +906,10 @@ def assemble(
         engine = HFEngine(model, tokenizer, prefill_tokens=config.rollout.prefill_tokens)
     drift = config.drift
     alarm = DriftAlarm(drift.model_dump(include=set(RULES)), drift.window, drift.patience)
+    kept = config.checkpoint.model_dump(exclude={"every_steps"})
+    writer = CheckpointWriter(config.run_dir, dist, updater, tokenizer, **kept)
     trainer = Trainer(
-        config, dist, sources, retriever, tokenizer, updater, reference, engine, alarm, start_model, steps_done=0
+        config, dist, sources, retriever, tokenizer, updater, reference, engine, alarm, writer, start_model, 0
     )
     if checkpoint is not None:
         restore(trainer, checkpoint)

@@ -84,7 +84,7 @@ def main() -> None:
         timed(retriever, "search", "retrieval", seconds)
         timed(train, "plan_step", "building batches", seconds)
         timed(train, "step_metrics", "metrics", seconds)
-        timed(train, "save_checkpoint", "checkpoint (not counted)", seconds)
+        timed(trainer.writer, "save", "checkpoint (not counted)", seconds)
         with MetricsLogger(config.run_dir, config.optim.steps, console=False) as logger, train.StopRequest() as stop:
             rows: list[dict[str, float]] = []
             log = logger.log

@@ -120,7 +120,8 @@ def make_updates(dist: Distributed, args: argparse.Namespace, lora: bool) -> dic
     old_logprobs: list[Tensor] = []
     losses: list[float] = []
     # has neither gate nor clip: a token at an edge is on one side or the other by the rounding of its logprob
-    objective = LOSSES["soft_sapo"] if args.no_edges else sapo
+    smooth = partial(LOSSES["soft_sapo"], temperature_pos=1.0, temperature_neg=1.05)
+    objective = smooth if args.no_edges else sapo
 
     def share(model: nn.Module, item: tuple[int, Batch]) -> Tensor:
         index, batch = item

@@ -14,17 +14,22 @@ the data cursor is the step. Any number of ranks and any ZeRO stage can go on fr
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import random
 import re
 import shutil
+import socket
+import sys
 import threading
+import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,11 +58,53 @@ def checkpoint_step(checkpoint: Path) -> int:
     return int(match[1])
 
 
+class Score(NamedTuple):
+    """What checkpoints are compared by: an EM on held-out questions. metric: its name.
+
+    conditions: what decides it but the weights, in any form; only scores of equal ones are compared.
+    """
+
+    value: float
+    conditions: str = ""
+    metric: str = "eval/heldout/em"
+
+
+def lock_file(run_dir: Path) -> Path:
+    """Return the file that a run is locked by. It stands beside the run's folder, to be held before there is one."""
+    return run_dir.with_name(f".{run_dir.name}.lock")
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Keep other processes from this run until the block, or this process, ends. The lock file names its latest holder.
+
+    Raises ValueError when another process has the run. Some network file systems do not lock from machine to machine;
+    where there is no locking at all a warning says so.
+    """
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    with lock_file(run_dir).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ValueError(
+                f"{run_dir} is in use by another process ({file.read().strip()}): wait for its end or stop it, or give "
+                "this run another name (name=...)"
+            ) from None
+        except OSError as error:
+            _warn(f"{run_dir} cannot be locked ({error}): start no other process with it meanwhile")
+        file.truncate(0)
+        file.write(f"host {socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+        file.flush()
+        yield
+
+
 class CheckpointWriter:
     """Writes the checkpoints of a run, at most one at a time. All ranks must make the same calls.
 
     Each rank's part is written by a thread. With `async_save` the parts are copied to host memory first and training
-    goes on meanwhile; otherwise it waits, and nothing is copied.
+    goes on meanwhile; otherwise it waits, and nothing is copied. One that cannot be written is a warning; RuntimeError
+    is raised, on all ranks, for the second in a row and for the last.
     """
 
     def __init__(
@@ -71,28 +118,37 @@ class CheckpointWriter:
         keep_best: bool = True,
         async_save: bool = True,
     ) -> None:
-        """keep_last, keep_best: the newest checkpoints, and the one with the best EM, that stay; None keeps all."""
+        """keep_last, keep_best: the newest checkpoints, and the one with the best score, that stay; None keeps all."""
         self._folder = run_dir / "checkpoints"
         self._dist, self._updater, self._tokenizer = dist, updater, tokenizer
         self._keep_last, self._keep_best, self._async = keep_last, keep_best, async_save
         self._thread: threading.Thread | None = None
         self._work = Path()  # what the thread writes
         self._error: str | None = None  # of writing it, on this rank
+        self._failure: str | None = None  # of the latest, on all ranks
         self._written, self._abandoned = threading.Event(), threading.Event()
 
-    def save(self, step: int, state: Mapping[str, Any], em: float | None = None, keep_all: bool = False) -> None:
+    def save(self, step: int, state: Mapping[str, Any], score: Score | None = None, keep_all: bool = False) -> None:
         """Save the run after `step`, replacing a checkpoint of that step; delete what is not to be kept.
 
-        state: JSON values that `load_checkpoint` gives back. em: on the held-out questions. keep_all: delete nothing.
-        Raises RuntimeError when this checkpoint, or asynchronously the one before, could not be written.
+        state: JSON values that `load_checkpoint` gives back. keep_all: delete nothing. Raises RuntimeError when the two
+        latest checkpoints could not be written; with `async_save` this one is not yet among them.
         """
-        self.finish()
+        self._settle()
         dist, updater = self._dist, self._updater
+        facts = {"step": step, "world_size": dist.world_size, "zero_stage": dist.zero_stage}
+        facts |= {"heldout": score._asdict() if score else None}
+        frozen = json.loads(json.dumps(facts | dict(state)))  # the next steps change the state
         self._work = work = self._folder / f"tmp_step_{step}"
+        unmade: OSError | None = None
         if dist.is_main:
-            for rest in self._folder.glob("tmp_*"):  # of a save or a deletion that was killed
-                shutil.rmtree(rest)
-            (work / "trainer").mkdir(parents=True)
+            for pattern in ("tmp_step_*", "tmp_old_step_*"):  # of a save or a deletion that was killed
+                for rest in self._folder.glob(pattern):
+                    _remove(rest)
+            try:
+                (work / "trainer").mkdir(parents=True)
+            except OSError as error:
+                unmade = error
         dist.barrier()
         weights, pieces = updater.state_dict(), updater.pieces()
         if not dist.zero_stage:  # every rank has all
@@ -103,11 +159,12 @@ class CheckpointWriter:
         if self._async:
             weights = _host_copy(weights) if dist.is_main else {}
             pieces = [replace(piece, data=piece.data.to("cpu", copy=True)) for piece in pieces]
-        facts = {"step": step, "world_size": dist.world_size, "zero_stage": dist.zero_stage, "heldout_em": em}
         generators = _generators()
         metadata = {"updates": str(updater.updates)}
 
         def write() -> None:
+            if unmade:
+                raise unmade
             unheld = self._write_model(work, weights) if dist.is_main else []
             write_pieces(pieces + unheld, work / "trainer", f"rank{dist.rank}", metadata)
             own = list((work / "trainer").glob(f"rank{dist.rank}_*.safetensors"))
@@ -117,8 +174,8 @@ class CheckpointWriter:
             write_synced(work / "trainer" / f"rank{dist.rank}.json", json.dumps(record))
 
         def commit() -> None:
-            _commit(work, dist.world_size, facts | dict(state))
-            _retain(self._folder.parent, None if keep_all else self._keep_last, self._keep_best)
+            _commit(work, dist.world_size, frozen)
+            _tidy(self._folder.parent, None if keep_all else self._keep_last, self._keep_best)
 
         self._error = None
         self._written.clear()
@@ -126,30 +183,51 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=self._run, args=(work, write, commit), daemon=True)
         self._thread.start()
         if not self._async:
-            self.finish()
+            self._settle()
 
     def finish(self) -> None:
-        """Wait until what is being written is a checkpoint. Raises RuntimeError, on all ranks, when it cannot be."""
+        """Wait until what is being written is a checkpoint. Raises RuntimeError when the latest could not be."""
+        self._settle(last=True)
+
+    def wait(self, timeout_s: float = 300.0) -> None:
+        """Let what is being written become a checkpoint, on a rank that ends by an error: no other has to call it."""
         if self._thread is None:
             return
-        self._written.wait()
-        error = self._first_error()
-        if error:
-            self._abandoned.set()
-        self._thread.join()
-        self._thread = None
-        error = error or self._first_error()
-        if error:
-            if self._dist.is_main:
-                shutil.rmtree(self._work, ignore_errors=True)
-            self._dist.barrier()
-            whole = list_checkpoints(self._folder.parent)
-            free = shutil.disk_usage(self._folder).free / 1e9
-            raise RuntimeError(
-                f"{self._folder / self._work.name.removeprefix('tmp_')} could not be written: {error}. What there was "
-                f"of it is removed; {free:.1f} GB are free there now. Make room (checkpoint.keep_last says how many "
-                f"stay), then go on from {whole[-1].name if whole else 'the beginning'} by --resume"
-            )
+        until = time.monotonic() + timeout_s
+        self._thread.join(timeout_s)
+        while self._work.exists() and not self._error and time.monotonic() < until:  # the first rank completes it
+            time.sleep(_POLL_S)
+
+    def _settle(self, last: bool = False) -> None:
+        """Wait for what is being written; warn of a failure, or raise it when it is the second in a row or the last."""
+        if self._thread is not None:
+            self._written.wait()
+            error = self._first_error()
+            if error:
+                self._abandoned.set()
+            self._thread.join()
+            self._thread = None
+            error = error or self._first_error()
+            last = last or self._failure is not None
+            self._failure = self._clear_away(error) if error else None
+            if self._failure and not last and self._dist.is_main:
+                _warn(f"{self._failure}. Going on; the run ends if the next one fails too")
+        if last and self._failure:
+            failure, self._failure = self._failure, None
+            raise RuntimeError(failure)
+
+    def _clear_away(self, error: str) -> str:
+        """Remove what there is of a checkpoint that cannot be written; return what to say of it."""
+        if self._dist.is_main:
+            shutil.rmtree(self._work, ignore_errors=True)
+        self._dist.barrier()
+        whole = list_checkpoints(self._folder.parent)
+        free = shutil.disk_usage(self._folder.parent).free / 1e9
+        return (
+            f"{self._folder / self._work.name.removeprefix('tmp_')} could not be written: {error}. What there was of "
+            f"it is removed; {free:.1f} GB are free there now. Make room (checkpoint.keep_last says how many stay); "
+            f"the run can go on from {whole[-1].name if whole else 'the beginning'} by --resume"
+        )
 
     def _first_error(self) -> str | None:
         return next(filter(None, self._dist.gather_objects(self._error)), None)
@@ -212,7 +290,7 @@ def load_checkpoint(checkpoint: Path, dist: Distributed, updater: Updater) -> di
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """Return what state.json holds. Raises ValueError when that is not what was written."""
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    if state.pop("crc32", None) != _state_crc(state):
+    if not isinstance(state, dict) or state.pop("crc32", None) != _state_crc(state):
         raise ValueError(f"the content of {checkpoint / 'state.json'} is not what was saved (CRC-32)")
     return state
 
@@ -255,7 +333,7 @@ def rewind(run_dir: Path, step: int, undone: Path, state: Mapping[str, Any], kee
             if match and int(match[1]) > step:
                 (undone / kind).mkdir(parents=True, exist_ok=True)
                 path.replace(undone / kind / path.name)
-    _retain(run_dir, None, True)
+    _tidy(run_dir, None, True)
 
 
 def write_synced(path: Path, text: str) -> None:
@@ -290,34 +368,63 @@ def _commit(work: Path, world_size: int, state: dict[str, Any]) -> None:
     _sync(final.parent)
 
 
+def _tidy(run_dir: Path, keep_last: int | None, keep_best: bool) -> None:
+    """`_retain`, where trouble is a warning: the checkpoint that was written is whole."""
+    try:
+        _retain(run_dir, keep_last, keep_best)
+    except OSError as error:
+        _warn(f"in tidying {run_dir / 'checkpoints'}: {error}; the next checkpoint tries again")
+
+
 def _retain(run_dir: Path, keep_last: int | None, keep_best: bool) -> None:
-    """Write best.json and delete the checkpoints that are not to be kept. keep_last: None keeps all."""
+    """Write best.json and delete the checkpoints that are not to be kept. keep_last: None keeps all.
+
+    Of each kind of score the best stays; best.json names that of the kind that was measured last.
+    """
     checkpoints = list_checkpoints(run_dir)
     newest = checkpoints[-keep_last if keep_last else 0 :]
-    scores = {checkpoint: _em(checkpoint) for checkpoint in (checkpoints if keep_best else newest)}
-    scored = [checkpoint for checkpoint, em in scores.items() if em is not None]
-    best = max(scored, key=lambda checkpoint: scores[checkpoint], default=None)  # of equals the first
-    if best is not None:
-        entry = {"checkpoint": best.name, "step": checkpoint_step(best), "eval/heldout/em": scores[best]}
+    found = {checkpoint: _score(checkpoint) for checkpoint in (checkpoints if keep_best else newest)}
+    scores = {checkpoint: score for checkpoint, score in found.items() if score is not None}
+    best: dict[str, Path] = {}  # by conditions; of equals the first
+    for checkpoint, score in scores.items():
+        if score.conditions not in best or score.value > scores[best[score.conditions]].value:
+            best[score.conditions] = checkpoint
+    if scores:
+        chosen = best[list(scores.values())[-1].conditions]
+        score = scores[chosen]
+        entry = {"checkpoint": chosen.name, "step": checkpoint_step(chosen), score.metric: score.value}
         write_synced(run_dir / "checkpoints" / "best.json", json.dumps(entry) + "\n")
     else:
         (run_dir / "checkpoints" / "best.json").unlink(missing_ok=True)
     for checkpoint in checkpoints:
-        if checkpoint not in newest and checkpoint != best:
+        if checkpoint not in newest and checkpoint not in best.values():
             _delete(checkpoint)
 
 
-def _em(checkpoint: Path) -> float | None:
+def _score(checkpoint: Path) -> Score | None:
     try:
-        return read_state(checkpoint).get("heldout_em")
+        score = read_state(checkpoint).get("heldout")
     except ValueError:  # damaged; whoever resumes from it is told
         return None
+    return Score(**score) if score else None
 
 
 def _delete(checkpoint: Path) -> None:
     """Delete a checkpoint; it loses its name first, so that a kill leaves no half of one under it."""
     if checkpoint.exists():
-        shutil.rmtree(checkpoint.rename(checkpoint.with_name(f"tmp_old_{checkpoint.name}")))
+        _remove(checkpoint.rename(checkpoint.with_name(f"tmp_old_{checkpoint.name}")))
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder of no use any more, or warn that it stays."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        _warn(f"{folder} cannot be deleted: {error}")
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def _seal(path: Path) -> dict[str, int]:

@@ -372,7 +372,8 @@ class DriftAlarm:
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs, as JSON."""
-        return {"rollbacks": self.rollbacks, "steady": self._steady, "broken": self._broken}
+        steady, broken = ({rule: list(own) for rule, own in kept.items()} for kept in (self._steady, self._broken))
+        return {"rollbacks": self.rollbacks, "steady": steady, "broken": broken}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; an empty one is that of a new run."""

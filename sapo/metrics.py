@@ -252,11 +252,12 @@ class MetricsLogger:
         """Go back to `step`: later rows are moved to files in the folder `undone`. wandb shows both, by their step."""
         if not self._files:
             return
-        Path(undone).mkdir(parents=True, exist_ok=True)
         for name, file in self._files.items():
             file.close()
             later = [row for row in _read_rows(self._run_dir / name) if row["step"] > step]
-            (Path(undone) / name).write_text("".join(json.dumps(row) + "\n" for row in later), encoding="utf-8")
+            if later:
+                Path(undone).mkdir(parents=True, exist_ok=True)
+                (Path(undone) / name).write_text("".join(json.dumps(row) + "\n" for row in later), encoding="utf-8")
             _drop_rows_after(self._run_dir / name, step)
         self._open()
         self._times.clear()

@@ -4,9 +4,12 @@ import json
 import os
 import random
 import resource
+import shutil
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +18,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sapo.checkpoint import CheckpointWriter, fault, list_checkpoints, load_checkpoint, rewind
+import sapo.checkpoint
+from sapo.checkpoint import (
+    CheckpointWriter,
+    Score,
+    fault,
+    list_checkpoints,
+    load_checkpoint,
+    locked,
+    rewind,
+)
 from sapo.distributed import setup
 from tests.checkpoint_worker import make_update, make_updater
 from tests.tiny import tiny_tokenizer
@@ -65,7 +77,9 @@ def test_what_goes_on_from_a_checkpoint_is_bit_equal(tmp_path, dist, updater, as
     monkeypatch.setattr(CheckpointWriter, "_run", slowly)
     saving = writer(tmp_path, dist, updater, async_save=async_save)
     torch.manual_seed(5), np.random.seed(6), random.seed(7)
-    saving.save(2, {"skipped_updates": 0, "drift": {"rollbacks": 1}}, em=0.25)
+    state = {"skipped_updates": 0, "drift": {"rollbacks": [1]}}
+    saving.save(2, state, Score(0.25, "those"))
+    state["drift"]["rollbacks"].append(2)  # in the step after
     assert bool(list_checkpoints(tmp_path)) != async_save  # training goes on while it is written
     drawn = (torch.rand(1).item(), np.random.random(), random.random())
     make_update(updater, 3)
@@ -73,7 +87,8 @@ def test_what_goes_on_from_a_checkpoint_is_bit_equal(tmp_path, dist, updater, as
     restored = make_updater(dist)
     (checkpoint,) = list_checkpoints(tmp_path)
     state = load_checkpoint(checkpoint, dist, restored)
-    assert (state["step"], state["heldout_em"], state["drift"]) == (2, 0.25, {"rollbacks": 1})
+    assert (state["step"], state["drift"]) == (2, {"rollbacks": [1]})
+    assert state["heldout"] == {"value": 0.25, "conditions": "those", "metric": "eval/heldout/em"}
     assert (torch.rand(1).item(), np.random.random(), random.random()) == drawn
     make_update(restored, 3)
     assert restored.updates == 3 and equal(tensors(restored), tensors(updater))
@@ -132,14 +147,134 @@ def test_the_newest_and_the_best_are_kept(tmp_path, dist, updater):
         (5, 0.0, [3, 4, 5], 3),
         (6, None, [3, 5, 6], 3),
     ):
-        saving.save(step, {}, em=em)
+        saving.save(step, {}, None if em is None else Score(em))
         assert [path.name for path in list_checkpoints(tmp_path)] == [f"step_{n}" for n in kept]
         assert (json.loads(best.read_text())["step"] if best.exists() else None) == best_step
     assert json.loads(best.read_text()) == {"checkpoint": "step_3", "step": 3, "eval/heldout/em": 0.5}
-    saving.save(7, {}, em=0.25, keep_all=True)
+    saving.save(7, {}, Score(0.25), keep_all=True)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_3", "step_5", "step_6", "step_7"]
     writer(tmp_path, dist, updater, keep_last=1, keep_best=False, async_save=False).save(8, {})
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_8"]
+
+
+def test_scores_of_other_questions_are_not_compared(tmp_path, dist, updater):
+    saving = writer(tmp_path, dist, updater, keep_last=1, async_save=False)
+    sampled = "eval/heldout/em_sampled"
+    for step, score in (
+        (1, Score(0.75, "ten")),
+        (2, Score(0.5, "ten")),
+        (3, Score(0.25, "all", sampled)),
+        (4, Score(0.125, "all", sampled)),
+    ):
+        saving.save(step, {}, score)
+    best = json.loads((tmp_path / "checkpoints" / "best.json").read_text())
+    assert best == {"checkpoint": "step_3", "step": 3, "eval/heldout/em_sampled": 0.25}
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_1", "step_3", "step_4"]
+
+
+def test_a_failed_write_is_a_warning_and_the_next_checkpoint_is_written(tmp_path, dist, updater, monkeypatch, capsys):
+    write = sapo.checkpoint.write_pieces
+    saving = writer(tmp_path, dist, updater)
+
+    def full(pieces, folder, *rest):
+        if folder.parent.name in failing:
+            raise OSError(28, "No space left on device")
+        return write(pieces, folder, *rest)
+
+    monkeypatch.setattr(sapo.checkpoint, "write_pieces", full)
+    failing = ["tmp_step_2", "tmp_step_4", "tmp_step_5"]
+    for step in (1, 2, 3, 4, 5):
+        saving.save(step, {})
+    warned = capsys.readouterr().err
+    assert warned.count("could not be written") == 2 and "step_2 could not be written: OSError: [Errno 28]" in warned
+    with pytest.raises(RuntimeError, match="step_5 could not be written: .* from step_3 by --resume"):
+        saving.save(6, {})  # the second in a row
+    assert sorted(path.name for path in list_checkpoints(tmp_path)) == ["step_1", "step_3"]
+    waiting = writer(tmp_path, dist, updater, async_save=False)
+    waiting.save(4, {})
+    assert "step_4 could not be written" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="step_4 could not be written"):
+        waiting.finish()  # the last
+
+
+def test_a_folder_that_cannot_be_made_is_a_failed_write_too(tmp_path, dist, updater, capsys):
+    (tmp_path / "checkpoints").touch()
+    saving = writer(tmp_path, dist, updater, async_save=False)
+    saving.save(1, {})
+    assert "step_1 could not be written: NotADirectoryError" in capsys.readouterr().err
+    (tmp_path / "checkpoints").unlink()
+    saving.save(2, {})
+    saving.finish()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_2"]
+
+
+def test_trouble_in_tidying_is_a_warning(tmp_path, dist, updater, monkeypatch, capsys):
+    saving = writer(tmp_path, dist, updater, keep_last=1, async_save=False)
+    saving.save(1, {})
+    (tmp_path / "checkpoints" / "tmp_x").write_text("mine")
+    (tmp_path / "checkpoints" / "tmp_step_note").write_text("mine")
+    remove = shutil.rmtree
+
+    def refuse(folder, **options):
+        if folder.name == "tmp_old_step_1":
+            raise PermissionError(13, "Permission denied", str(folder))
+        remove(folder, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    saving.save(2, {})
+    warned = capsys.readouterr().err
+    assert f"warning: {tmp_path / 'checkpoints' / 'tmp_old_step_1'} cannot be deleted" in warned
+    assert f"warning: {tmp_path / 'checkpoints' / 'tmp_step_note'} cannot be deleted" in warned
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    (tmp_path / "checkpoints" / "best.json.tmp").mkdir()  # where it is written first
+    saving.save(3, {}, Score(0.5))
+    saving.finish()
+    assert "warning: in tidying" in capsys.readouterr().err
+    assert fault(tmp_path / "checkpoints" / "step_3") is None
+
+
+def test_an_error_waits_for_the_checkpoint_being_written_but_not_for_ever(tmp_path, dist, updater, monkeypatch):
+    def slowly(*arguments):
+        going_on.wait(20)
+        commit(*arguments)
+
+    going_on, commit = threading.Event(), sapo.checkpoint._commit
+    monkeypatch.setattr(sapo.checkpoint, "_commit", slowly)
+    saving = writer(tmp_path, dist, updater)
+    saving.wait()  # for nothing
+    saving.save(2, {})
+    other = writer(tmp_path, replace(dist, rank=1), updater)  # its part is written, and the first has to complete it
+    other._work, other._thread = saving._work, threading.Thread()
+    other._thread.start()
+    for each in (saving, other):
+        started = time.monotonic()
+        each.wait(timeout_s=0.2)
+        assert time.monotonic() - started < 5 and not list_checkpoints(tmp_path)
+    threading.Timer(0.3, going_on.set).start()
+    other.wait()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_2"]
+    saving.wait()
+
+
+def test_a_run_is_one_process_at_a_time(tmp_path):
+    run_dir = tmp_path / "runs" / "mine"
+    with locked(run_dir):
+        with pytest.raises(ValueError, match=f"{run_dir} is in use by another process .*, pid {os.getpid()}, since"):
+            with locked(run_dir):
+                pass
+        with locked(tmp_path / "runs" / "other"):
+            pass
+    with locked(run_dir):
+        assert not run_dir.exists()
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(sapo.checkpoint.fcntl, "flock", refuse)
+    with locked(tmp_path / "mine"):
+        assert "No locks available" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_a_clear_error_and_the_checkpoint_before_still_loads(tmp_path, dist, updater):
@@ -191,7 +326,7 @@ def test_a_file_that_was_cut_or_altered_is_found_and_named(tmp_path, dist, updat
 def test_going_back_loses_nothing_but_what_it_is_told_to(tmp_path, dist, updater):
     saving = writer(tmp_path, dist, updater, async_save=False)
     for step, em in ((1, 0.25), (2, 0.5), (3, 0.75)):
-        saving.save(step, {"drift": {}}, em=em)
+        saving.save(step, {"drift": {}}, Score(em))
     (tmp_path / "eval").mkdir()
     for step in (1, 2):
         (tmp_path / "eval" / f"step_{step}_greedy.json").touch()

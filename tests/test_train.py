@@ -20,11 +20,13 @@ import torch
 from safetensors.torch import load_file
 
 import evaluate
+import sapo.checkpoint
 import train
 from retriever.client import RetrieverClient, start_server, stop_server
+from retriever.types import RetrieverError
 from sapo.baselines import llds
 from sapo.batch import plan_step
-from sapo.checkpoint import list_checkpoints
+from sapo.checkpoint import list_checkpoints, locked
 from sapo.data import main as data_main
 from sapo.loss import policy_loss
 from sapo.metrics import SECTIONS
@@ -528,6 +530,25 @@ def test_a_rollback_goes_on_from_the_last_good_checkpoint_and_resumes_exactly(wh
     assert timeless == [{k: row[k] for k in expected} for row, expected in zip(rows(folder / "rolled2"), timeless)]
 
 
+def test_a_rollback_passes_over_a_damaged_checkpoint(whole, monkeypatch, capsys):
+    run = whole.parent / "harmed"
+    drift_alarm_at_steps_3_and_4(monkeypatch)
+
+    def harmed(checkpoint, *share, fault=train.fault):
+        if checkpoint.name == "step_2":
+            os.truncate(checkpoint / "trainer" / "rank0_0.safetensors", 100)
+        return fault(checkpoint, *share)
+
+    monkeypatch.setattr(train, "fault", harmed)
+    settings = ["name=harmed", "checkpoint.every_steps=1", "drift.action=rollback", "drift.patience=2",
+                "drift.max_rollbacks=0", "eval.every_steps=null"]  # fmt: skip
+    assert train.main(arguments(whole.parent, *settings)) == 3
+    said = capsys.readouterr()
+    assert f"warning: {run / 'checkpoints' / 'step_2'} is damaged: " in said.out and "has 100 bytes" in said.out
+    assert "Rolled back to step 1, but not going on" in said.err
+    assert [row["step"] for row in rows(run)] == [0, 1]
+
+
 def test_a_rollback_without_a_good_checkpoint_stops(whole, monkeypatch, capsys):
     drift_alarm_at_steps_3_and_4(monkeypatch)
     settings = ["name=nogood", "drift.action=rollback", "drift.patience=2", "checkpoint.every_steps=3"]
@@ -580,6 +601,108 @@ def test_a_failed_run_records_the_steps_it_did(whole, monkeypatch):
         train.main(arguments(whole.parent, "name=failed"))
     record = json.loads((whole.parent / "failed" / "run.json").read_text())
     assert (record["status"], record["steps_done"]) == ("failed", 3)
+
+
+def test_an_error_leaves_the_checkpoint_that_was_being_written(whole, monkeypatch):
+    """Of a run whose evaluations sample: the EM of these is what its checkpoints are compared by."""
+
+    def failing(trainer, questions, step, roll_out=train.roll_out):
+        if step == 3:
+            raise RetrieverError("http://127.0.0.1:9 did not answer for 60 s")
+        return roll_out(trainer, questions, step)
+
+    def slowly(*arguments, commit=sapo.checkpoint._commit):
+        time.sleep(2)
+        commit(*arguments)
+
+    monkeypatch.setattr(train, "roll_out", failing)
+    monkeypatch.setattr(sapo.checkpoint, "_commit", slowly)
+    run = whole.parent / "unanswered"
+    settings = ["name=unanswered", "eval.temperature=0.7", "eval.at_start=false", "eval.sampled=false"]
+    with pytest.raises(RetrieverError):
+        train.main(arguments(whole.parent, *settings))
+    assert [path.name for path in list_checkpoints(run)] == ["step_2"]
+    best = json.loads((run / "checkpoints" / "best.json").read_text())
+    em = rows(run)[1]["eval/heldout/em_sampled"]
+    assert best == {"checkpoint": "step_2", "step": 2, "eval/heldout/em_sampled": em}
+
+
+def test_a_run_that_failed_before_its_first_step_does_not_block_its_name(whole, monkeypatch, capsys):
+    run = whole.parent / "unborn"
+    no_model = ["warm_start=null", "eval.fault_free=false", "model.path=/no/such/folder"]
+    assert train.main(arguments(whole.parent, "name=unborn", *no_model)) == 1
+    assert "/no/such/folder" in capsys.readouterr().err and not run.exists()
+
+    def out_of_memory(*_):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "assemble", out_of_memory)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            train.main(arguments(whole.parent, "name=unborn"))
+    assert json.loads((run / "run.json").read_text())["status"] == "failed"
+    settings = ["name=unborn", "optim.steps=1", "eval.questions=1", "loss.gamma=0.5"]
+    assert train.main(arguments(whole.parent, *settings)) == 0
+    record = json.loads((run / "run.json").read_text())
+    assert record["status"] == "finished" and "forced" not in record
+    assert train.main(arguments(whole.parent, *settings)) == 1
+    assert "is never overwritten" in capsys.readouterr().err
+
+
+def test_a_run_is_not_started_or_resumed_twice_at_once(whole, monkeypatch, capsys):
+    with locked(whole):
+        assert train.main(arguments(whole.parent, "name=whole", "--resume")) == 1
+        assert f"{whole} is in use by another process (host " in capsys.readouterr().err
+    # on a file system without locks another start may come first
+    run = whole.parent / "twice"
+
+    def late(*arguments, connect=train.connect_retriever_in_turn):
+        shutil.copytree(whole, run)
+        return connect(*arguments)
+
+    monkeypatch.setattr(train, "connect_retriever_in_turn", late)
+    assert train.main(arguments(whole.parent, "name=twice")) == 1
+    assert f"{run} was made by another process" in capsys.readouterr().err
+    assert (run / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+def test_ranks_that_see_different_run_folders_are_told_so(tmp_path, monkeypatch):
+    config = types.SimpleNamespace(output_dir=Path("runs"), run_dir=Path("runs/x"))
+
+    def check(*folders):
+        """By one rank started in each of these folders, in turn; the last sees what all see."""
+        ranks = []
+
+        def gather_objects(own):
+            ranks.append(own)
+            return list(ranks)
+
+        dist = types.SimpleNamespace(barrier=lambda: None, gather_objects=gather_objects)
+        for folder in folders:
+            monkeypatch.chdir(tmp_path / folder)
+            train.check_shared(config, dist)
+
+    a, b = tmp_path / "a" / "runs", tmp_path / "b" / "runs"
+    for runs in (a, b):
+        runs.mkdir(parents=True)
+    check("a", "b")  # a dry run of what is not there
+    with locked(a / "x"):
+        check("a", "a")
+        shared = r"lock runs/\.x\.lock is host .* and not there on rank 1 .*\. output_dir = runs must be one"
+        with pytest.raises(RuntimeError, match=shared):
+            check("a", "b")
+    (b / ".x.lock").write_text("host b, pid 1")
+    with pytest.raises(RuntimeError, match="and host b, pid 1 on rank 1"):
+        check("a", "b")
+    shutil.copy(a / ".x.lock", b)
+    (a / "x").mkdir()
+    with pytest.raises(RuntimeError, match="folder runs/x is there on rank 0 .* and not there on rank 1"):
+        check("a", "b")
+    (a / "x" / "checkpoints" / "step_2").mkdir(parents=True)
+    (a / "x" / "checkpoints" / "step_2" / "state.json").touch()
+    (b / "x").mkdir()
+    with pytest.raises(RuntimeError, match="list of checkpoints is step_2 on rank 0 .* and empty on rank 1"):
+        check("a", "b")
 
 
 def test_prompts_that_never_fit_are_an_error(whole, capsys):
@@ -651,6 +774,8 @@ def test_two_ranks_with_zero_go_on_from_a_run_of_one_process(whole, tmp_path):
 
 def test_a_run_goes_on_from_the_checkpoint_that_is_named_and_loses_nothing(whole, tmp_path, capsys):
     run = half_of(whole, tmp_path, 2, 4)
+    with (run / "metrics.jsonl").open("a") as file:  # it was killed before the next checkpoint
+        file.write('{"step": 5}\n')
     assert train.main(arguments(tmp_path, "name=whole", "--resume", str(run / "checkpoints" / "step_3"))) == 1
     assert "which has step_2, step_4" in capsys.readouterr().err
     resume = ["--resume", str(run / "checkpoints" / "step_2")]
@@ -658,7 +783,7 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_named_and_loses_nothing(whole
     assert all(torch.equal(weights(run, 4)[name], w) for name, w in weights(whole, 4).items())
     assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4]
     (undone,) = run.glob("undone_*")
-    assert [p.name for p in list_checkpoints(undone)] == ["step_4"] and [r["step"] for r in rows(undone)] == [3, 4]
+    assert [p.name for p in list_checkpoints(undone)] == ["step_4"] and [r["step"] for r in rows(undone)] == [3, 4, 5]
     assert (undone / "eval" / "step_4_greedy.json").is_file() and (run / "eval" / "step_4_greedy.json").is_file()
 
 
