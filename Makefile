@@ -19,7 +19,7 @@ export PATH := $(BIN):$(PATH)
 .PHONY: help setup quickstart quickstart-2 test smollm2 e5 bench-rollout bench-step test-vllm bench-vllm
 
 help:
-	@echo "make quickstart    train a tiny search agent, evaluate it and write runs/quickstart/report.html (15 minutes)"
+	@echo "make quickstart    train a tiny search agent, evaluate it and write runs/quickstart/report.html (10 minutes on two idle cores)"
 	@echo "make quickstart-2  the same with two processes, in runs/quickstart-2"
 	@echo "make test          run the tests"
 	@echo "make test-vllm     run the tests of the vLLM engine, in an environment of their own"

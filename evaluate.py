@@ -267,7 +267,8 @@ def evaluate_run(options: argparse.Namespace) -> None:
             ends = [result for result in greedy if result["step"] is not None]
             if checkpoint is not None and len(ends) >= 2:
                 before, after = ends[0], ends[1]
-                print(f"held-out EM: before {before['em']:.3f} after {after['em']:.3f} (greedy, n={after['n']})")
+                what = Path(options.data).name if options.data else "held-out"
+                print(f"{what} EM: before {before['em']:.3f} after {after['em']:.3f} (greedy, n={after['n']})")
     dist.end()
 
 

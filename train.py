@@ -578,6 +578,8 @@ def prepare_models(config: Config, dist: Distributed) -> dict[str, str]:
         torch.set_num_threads(1)
         try:
             make_warm_start(config, faults=True, show=True)
+            if beside is not None and beside.poll() is None:
+                print("waiting for the warm start without faults, which is only compared with", flush=True)
             if beside is not None and beside.wait():
                 raise RuntimeError("the fault-free warm start failed; its error is printed above")
         finally:

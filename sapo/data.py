@@ -115,7 +115,10 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     if path.suffix not in (".jsonl", ".parquet"):
         raise ValueError(f"{path}: question files are .jsonl or .parquet; convert it or rename it")
     if not path.is_file():
-        raise ValueError(f"{path}: no such question file; correct the path in the config")
+        raise ValueError(
+            f"{path}: no such question file; correct the path in the config (data.train, data.eval). The paper's files are "
+            "made by `python -m sapo.data prepare --out data`"
+        )
     if path.suffix == ".parquet":
         yield from _parquet_records(path)
         return

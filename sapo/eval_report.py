@@ -69,15 +69,19 @@ def conditions_text(result: Mapping[str, Any]) -> str:
 
 
 def paper_table(result: Mapping[str, Any], label: str) -> str:
-    """Return the Markdown table of EM in the layout of the paper, its own rows below ours."""
+    """Return the Markdown table of EM in the layout of the paper, its own rows below ours.
+
+    A column is filled from the benchmark itself only: questions of the same name in another file may be of any split.
+    """
     columns = [*NAMES.values(), "avg"]
+    ours = {name: figures for name, figures in result["benchmarks"].items() if name in result["splits"]}
     lines = [f"| EM | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    whole = all(name in result["benchmarks"] for name in BENCHMARKS)
+    whole = all(name in ours for name in BENCHMARKS)
 
     def row(name: str, key: str) -> str:
         cells = []
         for benchmark in BENCHMARKS:
-            figures = result["benchmarks"].get(benchmark)
+            figures = ours.get(benchmark)
             cells.append(_with_interval(figures, key) if figures else "–")
         macro = result["averages"].get("macro")
         cells.append(_with_interval(macro, key) if macro and whole and key in macro else "–")
@@ -87,7 +91,7 @@ def paper_table(result: Mapping[str, Any], label: str) -> str:
     if "pass_em" in result:
         lines.append(row(f"{label}, pass@{result['samples']}", "pass_em"))
     lines.append(row(f"{label}, F1", "f1"))
-    counts = [f"{result['benchmarks'][name]['n']:,}" if name in result["benchmarks"] else "–" for name in BENCHMARKS]
+    counts = [f"{ours[name]['n']:,}" if name in ours else "–" for name in BENCHMARKS]
     lines.append(f"| questions | {' | '.join(counts)} | {result['n']:,} |")
     for name, values in PAPER_ROWS.items():
         lines.append(f"| {name} (paper) | {' | '.join(map(_figure, values))} |")
@@ -99,7 +103,8 @@ def details_table(result: Mapping[str, Any]) -> str:
     lines = [f"| | {' | '.join(head for _, head in _DETAILS)} |", "|---" * (len(_DETAILS) + 1) + "|"]
     for name, figures in result["benchmarks"].items():
         cells = [f"{figures[key]:,}" if key == "n" else _figure(figures[key]) for key, _ in _DETAILS]
-        lines.append(f"| {NAMES.get(name, name)} | {' | '.join(cells)} |")
+        label = NAMES.get(name, name) if name in result["splits"] else f"{name} (own file)"
+        lines.append(f"| {label} | {' | '.join(cells)} |")
     for group, figures in result["averages"].items():
         cells = [_with_interval(figures, key) if key in ("em", "f1") else "" for key, _ in _DETAILS]
         lines.append(f"| average of {len(figures['benchmarks'])}, {group.replace('_', '-')} | {' | '.join(cells)} |")

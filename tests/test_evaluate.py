@@ -237,6 +237,13 @@ def test_other_question_files(folder, tmp_path, capsys):
     assert evaluate.main([*command, "--data", str(data), "--limit", "2"]) == 0
     content = result(tmp_path / "out")
     assert (content["n"], content["sources"], content["splits"], content["averages"]) == (2, ["mine"], {}, {})
+    rows = [{"question": "what is red", "golden_answers": ["red"], "data_source": "hotpotqa", "split": "train"}] * 2
+    train = write_jsonl(tmp_path / "train.jsonl", rows)
+    command[-1] = str(tmp_path / "train")
+    assert evaluate.main([*command, "--data", str(train)]) == 0
+    table = (tmp_path / "train" / "search_greedy.md").read_text()
+    assert "| – | – | – | – | – | – | – | – |" in table.splitlines()[2]  # no benchmark of the paper
+    assert "| hotpotqa (own file) |" in table
     assert evaluate.main([*command, "--fresh"]) == 1
     assert "there are no questions: give --benchmarks" in capsys.readouterr().err
 
