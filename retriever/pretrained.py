@@ -52,8 +52,8 @@ class PretrainedEncoder:
     weights: fingerprint that the model must have, as `settings` returns it; "" takes any.
     device: of torch; None is the current GPU, or the CPU without one. dtype: of the forward pass; None is float16 on a
     GPU and float32 on a CPU. bfloat16 on a CPU is for the matrix products of passages: with AVX512-BF16 an index over
-    E5-small vectors is built 2.4 times as fast, and on HotpotQA loses .003 of its recall at 3 and .001 at 5 to float32;
-    without such instructions it is slower. Both may differ between the index and its queries, so they are not among
+    E5-small vectors is built 2.4 times as fast, and on HotpotQA loses .001 of its recall at 5 to float32, none at 1, 3
+    and 10; without such instructions it is slower. Both may differ between the index and its queries, so they are not among
     the `settings`.
 
     Raises ValueError for settings that are missing or out of range, RetrieverError when the model cannot be loaded or
