@@ -72,7 +72,7 @@ from sapo.data import spare_questions, step_questions
 from sapo.diagnostics import MAX_TURN, RULES, Alarm, DriftAlarm, DriftStop, StepStats, judge, token_kinds
 from sapo.distributed import Distributed, Updater, frozen_reference, setup, warmup_lr
 from sapo.engine.hf import HFEngine
-from sapo.engine.vllm import Engine, VLLMEngine, require_vllm
+from sapo.engine.vllm import LAUNCHER_VARIABLES, Engine, VLLMEngine, require_vllm
 from sapo.evaluation import trajectory_row, write_atomically, write_rows
 from sapo.launch import check_agreement, overruled, source_hashes
 from sapo.lora import add_adapters, require_peft
@@ -98,9 +98,6 @@ MAY_CHANGE = (
 )  # fmt: skip
 
 DRIFT_STATUS = 3  # exit status of a run that the drift alarm stopped
-
-# What a launcher sets for its own processes; a process started beside the run must not take itself for one of them.
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass

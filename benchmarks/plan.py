@@ -36,6 +36,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from benchmarks.head import resident_bytes
 from sapo.config import load_config
 from sapo.distributed import Updater, setup
 from sapo.engine.hf import HFEngine
@@ -54,14 +55,6 @@ MODELS = {
 UPDATES = (("30M", False, 1024), ("30M", True, 1024), ("135M", False, 512), ("135M", True, 512))
 PROMPT, OBSERVATION, TURN, GROUP, ROWS = 256, 256, 24, 5, 20
 TRAJECTORY = PROMPT + 2 * TURN + OBSERVATION
-
-
-def resident_bytes(field: str) -> int:
-    """Return VmRSS (now) or VmHWM (the most so far) of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}: this benchmark measures memory on Linux")
 
 
 def planned(model: str, **settings: object) -> Setup:

@@ -26,6 +26,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from benchmarks.head import resident_bytes
 from benchmarks.loss import relative_error
 from sapo import distributed
 from sapo.baselines import LOSSES
@@ -108,15 +109,15 @@ def make_updates(dist: Distributed, args: argparse.Namespace, lora: bool) -> dic
 
     lora: train adapters; the reference is then the model without them.
     """
-    at_start = resident_bytes()
+    at_start = settled_bytes()
     policy = load(args, dist, lora)
     updater = Updater(dist, policy, eps=args.eps)
     read_weights(policy)
-    without_reference = resident_bytes()
+    without_reference = settled_bytes()
     reference = updater.without_adapters if lora else frozen_reference(dist, load(args, dist))
     minibatch = plan(policy, recorded_batch(policy.model.config.vocab_size, args), dist, args.micro_batch_responses)
     ref_logprobs = scores(reference, minibatch)
-    reference_bytes = resident_bytes() - without_reference
+    reference_bytes = settled_bytes() - without_reference
     old_logprobs: list[Tensor] = []
     losses: list[float] = []
     # has neither gate nor clip: a token at an edge is on one side or the other by the rounding of its logprob
@@ -246,7 +247,7 @@ def generate(dist: Distributed, args: argparse.Namespace, lora: bool) -> dict[st
     engine.is_eos[:] = False
     result = {}
     for name, block in (("gathered", updater.generation), ("hooks", contextlib.nullcontext)):
-        before = resident_bytes()
+        before = settled_bytes()
         reset_peak()
         began = time.perf_counter()
         with block():
@@ -310,11 +311,11 @@ def load(args: argparse.Namespace, dist: Distributed, lora: bool = False) -> Pol
     return Policy(model, packed=True)
 
 
-def resident_bytes() -> int:
+def settled_bytes() -> int:
     """Return the memory of this process, after what is free has gone back to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    return status_bytes("VmRSS")
+    return resident_bytes("VmRSS")
 
 
 def reset_peak() -> None:
@@ -323,12 +324,7 @@ def reset_peak() -> None:
 
 def peak_bytes() -> int:
     """Return the peak memory of this process since `reset_peak`."""
-    return status_bytes("VmHWM")
-
-
-def status_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+    return resident_bytes("VmHWM")
 
 
 def main() -> None:

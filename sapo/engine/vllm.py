@@ -53,7 +53,7 @@ PROBE_ROWS, PROBE_TOKENS = 4, 48
 # Mean difference in nats of a token's logprob on the probe; a stale weight is off by far more.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 
-# What a launcher tells its processes; the engine's must not take themselves for ranks of the training run.
+# What a launcher tells its processes; those started beside them must not take themselves for ranks of the run.
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
